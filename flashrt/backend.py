@@ -1,0 +1,133 @@
+"""The contract between the runtime and a backend.
+
+A backend opens a device; the runtime gives it memory to lay out, code to load
+(consecutive compute instructions of one lane) and an epoch to run it for. What
+changes between steps is data in `Memory`, never code: the words (symbols and
+split variables), the inputs, the block table.
+
+Ticks: `memory.ticks[n]` is a 64-bit word holding the number of the last step
+(epoch, from 1) in which tick n was signalled. A wait `!n` of step e is over
+when the word is at least e; `!n@-1` when it is at least e-1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashrt.ir import micro
+from flashrt.ir.types import Weight
+from flashrt.machine import Device
+
+I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
+Buffer = Any  # a device's own memory object; host devices use 64-byte aligned numpy u8 arrays
+Compute = micro.Dispatch | micro.Quantize | micro.Bias
+
+ABORT = 0  # index in `words`: not 0 asks every spinning wait to give up
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`bytes` bytes at `offset` of a buffer."""
+
+    buffer: Buffer
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rect:
+    """Rows of a place: `rows` pieces of `row_bytes`, `stride` bytes apart, from `offset` bytes into it."""
+
+    place: Place
+    offset: int
+    rows: int
+    row_bytes: int
+    stride: int
+
+
+class Memory(Protocol):
+    """Where everything of one stream lies. Addresses are fixed while code is loaded; contents change.
+
+    words: words[ABORT], then one word a symbol and split (`word_of`).
+    ticks: one epoch word a tick, index = tick number.
+    table: the block table: address of each block, 0 while it isn't loaded (`block_of`).
+    """
+
+    stream: micro.Stream
+    words: I64
+    ticks: I64
+    table: I64
+
+    def word_of(self, symbol: str) -> int:
+        """Index of a symbol or split variable in `words`."""
+
+    def slot(self, slot: int) -> Place:
+        """Where a slot lies, sized for the largest symbols. Aliases and inputs are resolved."""
+
+    def block_of(self, block: str, device: str) -> int:
+        """Index of a device's block in `table`."""
+
+    def block(self, block: str, device: str) -> Place | None:
+        """Where the block lies now; None while it isn't loaded. For devices without addresses."""
+
+    def state(self, state: str, device: str) -> Place:
+        """Where a state lies on a device."""
+
+
+class OpenDevice(Protocol):
+    """A device in use. Methods raise DeviceError when the device fails."""
+
+    spec: Device
+
+    def reserve(self, nbytes: int) -> Buffer:
+        """Memory of the device, 64-byte aligned; freed when the buffer is dropped."""
+
+    def load(self, instrs: Sequence[Compute], memory: Memory) -> Any:
+        """Prepares consecutive compute instructions of one lane; gives what `run` takes."""
+
+    def run(self, code: Any, epoch: int) -> None:
+        """Runs loaded code for one step: waits, computes, signals. Returns when it is done.
+
+        Raises DeviceError when words[ABORT] becomes non-zero while it waits.
+        """
+
+    def stamps(self, code: Any) -> I64:
+        """[instructions, 3]: arrived, started (waits over), ended, of the last run, in
+        nanoseconds of time.perf_counter_ns."""
+
+    def copy(self, src: Rect, dst: Rect) -> None:
+        """Copies between this device's memory and another place it can reach. Same rows and row_bytes."""
+
+    def write(self, data: U8, dst: Place) -> None:
+        """Host bytes into device memory."""
+
+    def close(self) -> None:
+        """Ends threads and drops memory. Idempotent."""
+
+
+class Backend(Protocol):
+    """One kind of device."""
+
+    kind: str
+
+    def kernels(self) -> tuple[tuple[str, str], ...]:
+        """(kernel, numerics) pairs it can run here, epilogues included. Opens nothing."""
+
+    def open(self, spec: Device) -> OpenDevice:
+        """Opens a device."""
+
+
+class BlockSource(Protocol):
+    """Where weight bytes come from."""
+
+    def read(self, weight: Weight, lo: int, hi: int, out: U8) -> None:
+        """Fills `out` with rows [lo, hi) of the weight in its layout.
+
+        Raises ModelError naming the tensor when bytes are missing or corrupt.
+        """

@@ -1,0 +1,180 @@
+"""The operations of the logical graph, one table: type rule, work, affinity, numerics.
+
+Anything a model needs and this table lacks stays an `aten.<name>` node; it has
+no type rule, runs on the reference implementation as a `host` row, and
+`flashrt explain` says so. Passes read this table instead of naming operations.
+
+Values of the named operations are flat: [T, channels], never [1, T, channels]
+or [T, heads, dim]; heads lie side by side on the last axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flashrt.ir.types import Attrs, Dim, TensorType, Value, product, sym
+
+Types = Sequence[TensorType]
+Rule = Callable[[Types, Mapping[str, Value]], TensorType]
+Work = Callable[[Types, TensorType, Mapping[str, Value]], Dim]
+
+PAGE = 16  # tokens in a page of the KV cache
+EXACT = "acc=f32"
+LINEAR_EXACT = "act=f32 acc=f32"
+LINEAR_I8 = "act=i8/32 acc=f32"
+
+ANY = ("gpu", "npu", "cpu")
+NO_NPU = ("gpu", "cpu")
+HOST = ("cpu", "gpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation.
+
+    form: its inputs and attributes, as documentation. rule: types → result type (None: not checked).
+    flops: multiply-adds times two, as a size. weighted: the input that is a packed matrix, or None;
+    its layout becomes part of the kernel name. affinity, why: kinds of device, best first, and the reason.
+    """
+
+    form: str
+    rule: Rule | None
+    flops: Work
+    affinity: tuple[str, ...]
+    why: str
+    numerics: str = EXACT
+    weighted: int | None = None
+
+
+def _same(types: Types, attrs: Mapping[str, Value]) -> TensorType:
+    return types[0]
+
+
+def _linear(types: Types, attrs: Mapping[str, Value]) -> TensorType:
+    x, w = types[0], types[1]
+    if len(x.shape) != 2 or len(w.shape) != 2 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"linear takes x [T,K] and w [N,K], got {x} and {w}")
+    return TensorType("f32", (x.shape[0], w.shape[0]))
+
+
+def _embedding(types: Types, attrs: Mapping[str, Value]) -> TensorType:
+    return TensorType("f32", (*types[0].shape, types[1].shape[1]))
+
+
+def _broadcast(types: Types, attrs: Mapping[str, Value]) -> TensorType:
+    a, b = types[0], types[-1]
+    if a.shape != b.shape and b.shape not in ((), (1,), a.shape[-1:]):
+        raise ValueError(f"operands of shapes {a} and {b} don't match")
+    return a
+
+
+def _attention(types: Types, attrs: Mapping[str, Value]) -> TensorType:
+    q, heads, value_dim = types[0], attrs["heads"], attrs["value_dim"]
+    assert isinstance(heads, int) and isinstance(value_dim, int)
+    return TensorType("f32", (q.shape[0], heads * value_dim))
+
+
+def _slice(types: Types, attrs: Mapping[str, Value]) -> TensorType:
+    lo, hi = attrs["lo"], attrs["hi"]
+    assert isinstance(lo, int) and isinstance(hi, int)
+    return types[0].with_shape(*types[0].shape[:-1], hi - lo)
+
+
+def _rows(types: Types, attrs: Mapping[str, Value]) -> TensorType:
+    return types[0].with_shape(types[1].shape[0], *types[0].shape[1:])
+
+
+def _rope_table(types: Types, attrs: Mapping[str, Value]) -> TensorType:
+    return TensorType("f32", (types[0].shape[0], types[1].shape[0] * 2))
+
+
+def _sample(types: Types, attrs: Mapping[str, Value]) -> TensorType:
+    return TensorType("i32", (types[0].shape[0],))
+
+
+def _quick(types: Types, out: TensorType, attrs: Mapping[str, Value]) -> Dim:
+    return out.elements
+
+
+def _heavy(types: Types, out: TensorType, attrs: Mapping[str, Value]) -> Dim:
+    return out.elements * 10
+
+
+def _matrix(types: Types, out: TensorType, attrs: Mapping[str, Value]) -> Dim:
+    return out.elements * types[1].shape[1] * 2
+
+
+def _attend(types: Types, out: TensorType, attrs: Mapping[str, Value]) -> Dim:
+    q = types[0]
+    return (q.elements + out.elements) * sym("C") * 2
+
+
+_MOVE = "moves bytes: wherever its input is"
+OPS: Mapping[str, Op] = {
+    "embedding": Op(
+        "(ids i32[T], @table[V,C]) → f32[T,C]: rows of the table",
+        _embedding, _quick, HOST, "a lookup: the table stays in host memory", weighted=1,
+    ),
+    "linear": Op(
+        "(x[T,K], @w[N,K], @bias[N] if bias, residual[T,N] if residual) → x·wᵀ + bias + residual",
+        _linear, _matrix, ANY, "a matrix product: fastest where bandwidth and matrix units are",
+        numerics=LINEAR_EXACT, weighted=1,
+    ),
+    "rms_norm": Op(
+        "(x, @w if weight) eps width offset: each group of `width` channels over its root mean square, times (offset + w)",
+        _same, _heavy, ANY, "small; stays beside the product it feeds",
+    ),
+    "layer_norm": Op(
+        "(x, @w, @b) eps: each row to mean 0 and variance 1, times w, plus b",
+        _same, _heavy, ANY, "small; stays beside the product it feeds",
+    ),
+    "rope_table": Op(
+        "(positions i32[T], @inv_freq[D/2]) scale → f32[T,D]: cosines, then sines, of position·inv_freq, times scale",
+        _rope_table, _heavy, NO_NPU, "angles of late positions need float32",
+    ),
+    "rope": Op(
+        "(x[T,H*head_dim], table[T,D]) head_dim: rotates the first D channels of each head (halves, not pairs)",
+        _same, _heavy, NO_NPU, "stays beside the attention it feeds",
+    ),
+    "attention": Op(
+        "(q[T,Hq*d], k[T,Hk*d], v[T,Hk*dv], positions i32[T], seq i32[T], pages i32[S,M], @sinks[Hq] if sinks) "
+        "heads kv_heads head_dim value_dim scale window softcap causal: writes k and v of the step into the "
+        "state's pages, then attends to every earlier key of the same sequence",
+        _attention, _attend, NO_NPU, "softmax over long rows loses precision on an NPU", numerics="acc=f32 chunk=page",
+    ),
+    "gated": Op(
+        "(gate, up) act → act(gate)·up; act: silu, gelu, gelu_tanh, relu",
+        _same, _heavy, ANY, "elementwise; stays beside its products",
+    ),
+    "activation": Op(
+        "(x) act: silu, gelu, gelu_tanh, relu, tanh, sigmoid",
+        _same, _heavy, ANY, "elementwise; stays beside its products",
+    ),
+    "add": Op("(a, b) → a + b, b broadcast over rows", _broadcast, _quick, ANY, "elementwise; stays beside its inputs"),
+    "mul": Op("(a, b) → a · b, b broadcast over rows", _broadcast, _quick, ANY, "elementwise; stays beside its inputs"),
+    "scale": Op("(x) by → x · by", _same, _quick, ANY, "elementwise; stays beside its input"),
+    "softcap": Op("(x) cap → cap · tanh(x / cap)", _same, _heavy, NO_NPU, "tanh of large values"),
+    "slice": Op("(x) lo hi → channels [lo, hi) of the last axis", _slice, _quick, ANY, _MOVE),
+    "view": Op("(x) → the same elements in the node's shape", None, _quick, ANY, _MOVE),
+    "rows": Op("(x[T,C], index i32[N]) → f32[N,C]: the rows asked for", _rows, _quick, ANY, _MOVE),
+    "sample": Op(
+        "(logits[N,V], temperature f32[N], top_k i32[N], top_p f32[N], min_p f32[N], penalty f32[N], "
+        "seed i64[N], draw i64[N], history i32[N,H]) → i32[N]: one token a row; see flashrt/llm/sampler.py",
+        _sample, _heavy, HOST, "one token a row comes back to the host anyway",
+    ),
+}  # fmt: skip
+
+
+def infer(op: str, types: Types, attrs: Attrs) -> TensorType | None:
+    """The type the operation's rule gives, or None where it has none. ValueError when the inputs don't fit."""
+    entry = OPS.get(op)
+    if entry is None or entry.rule is None:
+        return None
+    return entry.rule(types, dict(attrs))
+
+
+def flops(op: str, types: Types, out: TensorType, attrs: Attrs) -> Dim:
+    """Multiply-adds times two of one node, as a size."""
+    entry = OPS.get(op)
+    return entry.flops(types, out, dict(attrs)) if entry else product(out.shape)

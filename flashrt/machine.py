@@ -1,0 +1,140 @@
+"""What is known of the hardware, as a value: `Machine`, its `Device`s and `Link`s.
+
+Every number says how it is known: measured (by us), reported (by a driver or
+the operating system) or assumed. JSON both ways, so that a placement can be
+reproduced elsewhere from two files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from flashrt.errors import ParseError, PlanError
+
+How = Literal["measured", "reported", "assumed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A number and how it is known."""
+
+    value: float
+    how: How
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device.
+
+    id: "cpu:0". kind: "cpu", "gpu", "npu", "reference" or "null". name: as the vendor writes it.
+    memory: bytes it has. read: bytes per second from its memory. rates: dtype → flop per second.
+    launch: microseconds to start one instruction. cores: what its team may use.
+    kernels: (kernel, numerics) pairs it can run, from its backend. features: processor features.
+    free: bytes free now; load: share busy now (0…1); None when not known.
+    """
+
+    id: str
+    kind: str
+    name: str
+    memory: int
+    read: Measured
+    rates: Mapping[str, Measured]
+    launch: Measured
+    cores: int = 1
+    kernels: tuple[tuple[str, str], ...] = ()
+    features: tuple[str, ...] = ()
+    free: int | None = None
+    load: float | None = None
+
+    def supports(self, kernel: str, numerics: str) -> bool:
+        """Whether a compiled kernel with these numerics exists (epilogues after '+' included)."""
+        return (kernel, numerics) in self.kernels
+
+    @property
+    def budget(self) -> int:
+        """Bytes a plan may use: nine tenths of the memory."""
+        return self.memory * 9 // 10
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way from one device's memory to another's. rate: bytes per second; latency: microseconds."""
+
+    src: str
+    dst: str
+    rate: Measured
+    latency: Measured
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The picture at one moment. taken_at: seconds since 1970 (0 for a recorded picture)."""
+
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = ()
+    taken_at: float = field(default=0.0, compare=False)
+
+    def device(self, id: str) -> Device:
+        """The device, or PlanError naming those there are."""
+        for device in self.devices:
+            if device.id == id:
+                return device
+        raise PlanError(f"no device {id!r}", hint=f"devices: {', '.join(d.id for d in self.devices)}")
+
+    def link(self, src: str, dst: str) -> Link:
+        """The link, or a slow assumed one where none is known."""
+        for link in self.links:
+            if (link.src, link.dst) == (src, dst):
+                return link
+        return Link(src, dst, Measured(1e9, "assumed"), Measured(50.0, "assumed"))
+
+    def fingerprint(self) -> str:
+        """Identifies the hardware a plan was made for: no load, free memory, rate or time in it."""
+        still = [
+            (d.id, d.kind, d.name, d.memory, d.cores, sorted(d.kernels), sorted(d.features))
+            for d in self.devices
+        ]
+        return hashlib.sha256(json.dumps(still).encode()).hexdigest()[:16]
+
+    def with_kernels(self, kernels: Mapping[str, tuple[tuple[str, str], ...]]) -> Machine:
+        """The picture with each device's kernels filled in, by kind."""
+        return replace(
+            self, devices=tuple(replace(d, kernels=kernels.get(d.kind, d.kernels)) for d in self.devices)
+        )
+
+
+def to_json(machine: Machine) -> str:
+    """The picture as JSON text."""
+    return json.dumps(asdict(machine), indent=1)
+
+
+def from_json(text: str, *, path: str = "machine.json") -> Machine:
+    """Reads `to_json`. Raises ParseError."""
+    try:
+        raw = json.loads(text)
+        return Machine(
+            devices=tuple(_device(d) for d in raw["devices"]),
+            links=tuple(
+                Link(x["src"], x["dst"], Measured(**x["rate"]), Measured(**x["latency"])) for x in raw["links"]
+            ),
+            taken_at=raw["taken_at"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ParseError(f"{path}: not a machine picture: {error!r}") from None
+
+
+def _device(raw: dict[str, Any]) -> Device:
+    return Device(
+        **{
+            **raw,
+            "read": Measured(**raw["read"]),
+            "launch": Measured(**raw["launch"]),
+            "rates": {k: Measured(**v) for k, v in raw["rates"].items()},
+            "kernels": tuple((k, n) for k, n in raw["kernels"]),
+            "features": tuple(raw["features"]),
+        }
+    )
