@@ -16,7 +16,7 @@ from flashrt.errors import KnobError
 V = TypeVar("V")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Knob(Generic[V]):
     """One environment variable: `read` turns its text into a value or raises ValueError."""
 

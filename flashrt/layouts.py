@@ -97,12 +97,13 @@ def pack_quants(
         scale = np.pad(scale, ((0, pad), (0, 0)))
         minimum = None if minimum is None else np.pad(minimum, ((0, pad), (0, 0)))
     g, r = (n + pad) // layout.rows, layout.rows
+    quants: U8
     if layout.bits == 8:
-        quants: U8 = q.astype(np.int8).view(np.uint8).reshape(g, r, nblk, 8, 4).transpose(0, 2, 3, 1, 4)
+        quants = q.astype(np.uint8).reshape(g, r, nblk, 8, 4).transpose(0, 2, 3, 1, 4)
     else:
         pairs = q.astype(np.uint8).reshape(g, r, nblk, 4, 2, 4)
-        quants = (pairs[..., 0, :] | (pairs[..., 1, :] << 4)).transpose(0, 2, 3, 1, 4)
-    parts = [quants.reshape(g, -1)]
+        quants = (pairs[..., 0, :] | (pairs[..., 1, :] << np.uint8(4))).transpose(0, 2, 3, 1, 4)
+    parts: list[U8] = [quants.reshape(g, -1)]
     for per_block in (scale, minimum) if layout.minimum else (scale,):
         assert per_block is not None
         by_group = per_block.astype(np.float16).reshape(g, r, nblk).transpose(0, 2, 1)

@@ -119,7 +119,8 @@ def from_json(text: str, *, path: str = "machine.json") -> Machine:
         return Machine(
             devices=tuple(_device(d) for d in raw["devices"]),
             links=tuple(
-                Link(x["src"], x["dst"], Measured(**x["rate"]), Measured(**x["latency"])) for x in raw["links"]
+                Link(x["src"], x["dst"], Measured(**x["rate"]), Measured(**x["latency"]))
+                for x in raw["links"]
             ),
             taken_at=raw["taken_at"],
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashrt.ir.types import Attrs, Dim, Input, Output, State, Symbol, TensorType, Value, Weight
+
 from flashrt.ir.physical import Split  # isort: skip
 
 

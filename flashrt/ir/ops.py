@@ -122,7 +122,8 @@ OPS: Mapping[str, Op] = {
         numerics=LINEAR_EXACT, weighted=1,
     ),
     "rms_norm": Op(
-        "(x, @w if weight) eps width offset: each group of `width` channels over its root mean square, times (offset + w)",
+        "(x, @w if weight) eps width offset: each group of `width` channels over its root mean square, "
+        "times (offset + w)",
         _same, _heavy, ANY, "small; stays beside the product it feeds",
     ),
     "layer_norm": Op(
@@ -130,18 +131,22 @@ OPS: Mapping[str, Op] = {
         _same, _heavy, ANY, "small; stays beside the product it feeds",
     ),
     "rope_table": Op(
-        "(positions i32[T], @inv_freq[D/2]) scale → f32[T,D]: cosines, then sines, of position·inv_freq, times scale",
+        "(positions i32[T], @inv_freq[D/2]) scale → f32[T,D]: cosines, then sines, of position·inv_freq, "
+        "times scale",
         _rope_table, _heavy, NO_NPU, "angles of late positions need float32",
     ),
     "rope": Op(
-        "(x[T,H*head_dim], table[T,D]) head_dim: rotates the first D channels of each head (halves, not pairs)",
+        "(x[T,H*head_dim], table[T,D]) head_dim: rotates the first D channels of each head "
+        "(halves, not pairs)",
         _same, _heavy, NO_NPU, "stays beside the attention it feeds",
     ),
     "attention": Op(
-        "(q[T,Hq*d], k[T,Hk*d], v[T,Hk*dv], positions i32[T], seq i32[T], pages i32[S,M], @sinks[Hq] if sinks) "
+        "(q[T,Hq*d], k[T,Hk*d], v[T,Hk*dv], positions i32[T], seq i32[T], pages i32[S,M], "
+        "@sinks[Hq] if sinks) "
         "heads kv_heads head_dim value_dim scale window softcap causal: writes k and v of the step into the "
         "state's pages, then attends to every earlier key of the same sequence",
-        _attention, _attend, NO_NPU, "softmax over long rows loses precision on an NPU", numerics="acc=f32 chunk=page",
+        _attention, _attend, NO_NPU, "softmax over long rows loses precision on an NPU",
+        numerics="acc=f32 chunk=page",
     ),
     "gated": Op(
         "(gate, up) act → act(gate)·up; act: silu, gelu, gelu_tanh, relu",
@@ -151,8 +156,14 @@ OPS: Mapping[str, Op] = {
         "(x) act: silu, gelu, gelu_tanh, relu, tanh, sigmoid",
         _same, _heavy, ANY, "elementwise; stays beside its products",
     ),
-    "add": Op("(a, b) → a + b, b broadcast over rows", _broadcast, _quick, ANY, "elementwise; stays beside its inputs"),
-    "mul": Op("(a, b) → a · b, b broadcast over rows", _broadcast, _quick, ANY, "elementwise; stays beside its inputs"),
+    "add": Op(
+        "(a, b) → a + b, b broadcast over rows",
+        _broadcast, _quick, ANY, "elementwise; stays beside its inputs",
+    ),
+    "mul": Op(
+        "(a, b) → a · b, b broadcast over rows",
+        _broadcast, _quick, ANY, "elementwise; stays beside its inputs",
+    ),
     "scale": Op("(x) by → x · by", _same, _quick, ANY, "elementwise; stays beside its input"),
     "softcap": Op("(x) cap → cap · tanh(x / cap)", _same, _heavy, NO_NPU, "tanh of large values"),
     "slice": Op("(x) lo hi → channels [lo, hi) of the last axis", _slice, _quick, ANY, _MOVE),
@@ -167,7 +178,10 @@ OPS: Mapping[str, Op] = {
 
 
 def infer(op: str, types: Types, attrs: Attrs) -> TensorType | None:
-    """The type the operation's rule gives, or None where it has none. ValueError when the inputs don't fit."""
+    """The type the operation's rule gives, or None where it has none.
+
+    Raises ValueError when the inputs don't fit.
+    """
     entry = OPS.get(op)
     if entry is None or entry.rule is None:
         return None

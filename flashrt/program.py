@@ -1,0 +1,358 @@
+"""A compiled plan: a folder on disk (`Plan`), and the same opened on devices (`Program`).
+
+    PLAN/plan.json            what this is: versions, options, context, checksums of the other files
+    PLAN/model.logical        the recognised, fused, tagged graph
+    PLAN/<variant>.physical   one pair per range of T
+    PLAN/<variant>.micro
+    PLAN/machine.json         the machine it was planned for
+    PLAN/weights.json         where the weight bytes lie, by reference; or weights.bin, packed
+    PLAN/constants.npz        tensors that are in no file (RoPE frequencies)
+    PLAN/tokenizer.json, chat.json   for a language model
+
+A plan is written under a temporary name and renamed, so a killed compile leaves
+no broken plan. Running one needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashrt.backend import BlockSource, OpenDevice
+from flashrt.errors import ProgramError, RequestError
+from flashrt.frontend.imported import ChatFacts
+from flashrt.ir import logical, micro, physical, text
+from flashrt.ir.types import TensorType
+from flashrt.machine import Machine, from_json, to_json
+from flashrt.runtime.arena import Residents
+from flashrt.runtime.executor import Executor
+from flashrt.runtime.step import Arrays, bind
+from flashrt.runtime.trace import Trace
+from flashrt.weights.index import WeightIndex
+from flashrt.weights.packed import PackedSource, index_from_json, index_to_json, write_packed
+from flashrt.weights.source import IndexSource
+
+V = TypeVar("V")
+FORMAT = 1
+MANIFEST = "plan.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The plan for one range of T: lo ≤ T ≤ hi (a graph without T has one variant, 0…0)."""
+
+    name: str
+    lo: int
+    hi: int
+    physical: physical.Graph
+    stream: micro.Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything a run needs besides the weight bytes.
+
+    key: identifies model, options, machine and code; two equal keys are the same plan.
+    options: what the user asked for, as text, for `explain`.
+    """
+
+    name: str
+    key: str
+    version: str
+    options: Mapping[str, Any]
+    logical: logical.Graph
+    variants: tuple[Variant, ...]
+    machine: Machine
+    weights: WeightIndex
+    constants: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
+    chat: ChatFacts | None = None
+    packed: Path | None = None
+
+    @property
+    def inputs(self) -> dict[str, TensorType]:
+        return {i.name: i.type for i in self.logical.inputs}
+
+    def source(self) -> BlockSource:
+        """Opens the weight bytes. Raises ModelError when a file is missing or has changed."""
+        if self.packed is not None:
+            return PackedSource(self.packed)
+        return IndexSource(self.weights, self.constants)
+
+
+# ---- on disk ---------------------------------------------------------------------
+def save(plan: Plan, folder: Path, *, pack: bool = False) -> Plan:
+    """Writes a plan folder, replacing a plan that is there. Returns the plan as it is on disk.
+
+    Raises:
+        ProgramError: the place holds something that isn't a plan, can't be written, or is full.
+    """
+    folder = folder.absolute()
+    if folder.exists() and not (folder / MANIFEST).is_file():
+        raise ProgramError(
+            f"{folder} exists and isn't a plan", hint="choose another output folder or remove this one"
+        )
+    with _renamed_when_done(folder) as temporary:
+        files = dict(_files(plan))
+        for name, data in files.items():
+            (temporary / name).write_bytes(data)
+        if pack:
+            write_packed(temporary / "weights.bin", _blocks(plan), plan.source())
+        manifest = _manifest(plan, files, packed=pack)
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    return load(folder)
+
+
+@contextmanager
+def _renamed_when_done(folder: Path) -> Iterator[Path]:
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            temporary.mkdir(parents=True)
+            yield temporary
+            _swap(temporary, folder)
+        except OSError as error:
+            raise ProgramError(
+                f"can't write {folder}: {error.strerror or error}",
+                hint="choose a writable folder with enough space: flashrt compile MODEL -o FOLDER",
+            ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _swap(temporary: Path, folder: Path) -> None:
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _files(plan: Plan) -> Iterator[tuple[str, bytes]]:
+    yield "model.logical", text.to_text(plan.logical).encode()
+    for v in plan.variants:
+        yield f"{v.name}.physical", text.to_text(v.physical).encode()
+        yield f"{v.name}.micro", text.to_text(v.stream).encode()
+    yield "machine.json", to_json(plan.machine).encode()
+    yield "weights.json", index_to_json(plan.weights).encode()
+    archive = io.BytesIO()
+    np.savez(archive, **{k: np.asarray(v) for k, v in plan.constants.items()})  # type: ignore[arg-type]
+    yield "constants.npz", archive.getvalue()
+    if plan.chat is not None:
+        facts = asdict(plan.chat)
+        yield "tokenizer.json", facts.pop("tokenizer").encode()
+        yield "chat.json", json.dumps(facts, indent=1, ensure_ascii=False).encode()
+
+
+def _manifest(plan: Plan, files: Mapping[str, bytes], *, packed: bool) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "flashrt": plan.version,
+        "name": plan.name,
+        "key": plan.key,
+        "machine": plan.machine.fingerprint(),
+        "options": dict(plan.options),
+        "packed": packed,
+        "variants": [{"name": v.name, "lo": v.lo, "hi": v.hi} for v in plan.variants],
+        "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+    }
+
+
+def _blocks(plan: Plan) -> dict[str, Any]:
+    """Every weight some variant keeps on a device, by name."""
+    return {w.name: w for v in plan.variants for w in v.stream.weights}
+
+
+def load(folder: Path) -> Plan:
+    """Reads a plan folder.
+
+    Raises:
+        ProgramError: not a plan, corrupt (names the file), or written by another format.
+    """
+    manifest = read_manifest(folder)
+    read = _Reader(folder, manifest["files"])
+    try:
+        variants = tuple(
+            Variant(
+                v["name"],
+                v["lo"],
+                v["hi"],
+                read.level(text.read_physical, f"{v['name']}.physical"),
+                read.level(text.read_micro, f"{v['name']}.micro"),
+            )
+            for v in manifest["variants"]
+        )
+        chat = None
+        if "chat.json" in manifest["files"]:
+            facts = json.loads(read.text("chat.json"))
+            chat = ChatFacts(**{**facts, "eos": tuple(facts["eos"])}, tokenizer=read.text("tokenizer.json"))
+        return Plan(
+            name=manifest["name"],
+            key=manifest["key"],
+            version=manifest["flashrt"],
+            options=manifest["options"],
+            logical=read.level(text.read_logical, "model.logical"),
+            variants=variants,
+            machine=read.level(from_json, "machine.json"),
+            weights=index_from_json(read.text("weights.json")),
+            constants=read.arrays("constants.npz"),
+            chat=chat,
+            packed=folder / "weights.bin" if manifest["packed"] else None,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise _corrupt(folder, MANIFEST, repr(error)) from None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The checked content of plan.json."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ProgramError(f"{folder} isn't a plan: no {MANIFEST} in it", hint="flashrt compile MODEL -o PLAN")
+    try:
+        manifest = json.loads(path.read_text())
+        found = manifest["format"]
+    except (ValueError, KeyError, TypeError):
+        raise _corrupt(folder, MANIFEST, "it doesn't parse") from None
+    if found != FORMAT:
+        raise ProgramError(
+            f"{folder} has plan format {found}, this flashrt reads {FORMAT}",
+            hint="compile it again: flashrt compile MODEL -o PLAN",
+        )
+    assert isinstance(manifest, dict)
+    return manifest
+
+
+class _Reader:
+    """Reads files of a plan and checks them against the manifest."""
+
+    def __init__(self, folder: Path, digests: Mapping[str, str]) -> None:
+        self._folder, self._digests = folder, digests
+
+    def bytes(self, name: str) -> bytes:
+        try:
+            data = (self._folder / name).read_bytes()
+        except OSError as error:
+            raise _corrupt(self._folder, name, error.strerror or str(error)) from None
+        if hashlib.sha256(data).hexdigest() != self._digests[name]:
+            raise _corrupt(self._folder, name, "its content isn't what was written")
+        return data
+
+    def text(self, name: str) -> str:
+        return self.bytes(name).decode()
+
+    def level(self, parse: Callable[..., V], name: str) -> V:
+        """Parses a text; errors name the file."""
+        return parse(self.text(name), path=str(self._folder / name))
+
+    def arrays(self, name: str) -> dict[str, NDArray[np.generic]]:
+        try:
+            with np.load(io.BytesIO(self.bytes(name)), allow_pickle=False) as archive:
+                return dict(archive)
+        except (ValueError, zipfile.BadZipFile) as error:
+            raise _corrupt(self._folder, name, str(error)) from None
+
+
+def _corrupt(folder: Path, name: str, why: str) -> ProgramError:
+    return ProgramError(
+        f"{folder / name} is corrupt: {why}", hint="compile the plan again: flashrt compile MODEL -o PLAN"
+    )
+
+
+# ---- opened ----------------------------------------------------------------------
+class Program:
+    """A plan opened on devices. `call` is the one entry; the language-model engine is a client of it.
+
+    devices: open devices by id; the program closes them. host: the reference device for host rows.
+    pages: size of the paged KV cache, in pages (0 for a model without one).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        devices: Mapping[str, OpenDevice],
+        host: OpenDevice,
+        *,
+        pages: int = 0,
+        source: BlockSource | None = None,
+        poison: bool = False,
+    ) -> None:
+        self.plan, self.pages = plan, pages
+        self.devices, self._host, self._poison = devices, host, poison
+        self.residents = Residents(devices, source or plan.source(), {"P": pages} if pages else {})
+        self._executors: dict[str, Executor] = {}
+        self._last: Executor | None = None
+        self.trace: Trace | None = None
+
+    def open(self) -> None:
+        """Loads every variant now instead of at its first use."""
+        for variant in self.plan.variants:
+            self._executor(variant)
+
+    def call(self, inputs: Arrays, symbols: Mapping[str, int] | None = None) -> dict[str, NDArray[Any]]:
+        """Runs one step.
+
+        Args:
+            inputs: an array for each input of the graph; dtypes are converted, shapes must fit.
+            symbols: symbols in no input's shape (such as C), and split variables.
+
+        Returns:
+            The outputs by name. State (the KV cache) stays inside.
+
+        Raises:
+            RequestError: names, shapes or indices don't fit; nothing ran.
+            DeviceError: a device failed.
+        """
+        arrays = {name: np.asarray(value) for name, value in inputs.items()}
+        env = bind(self.plan.inputs, arrays, symbols or {})
+        executor = self._executor(self._variant(env.get("T", 0)))
+        if self._last is not None and self._last is not executor:
+            self._last.drain()
+        self._last = executor
+        outputs, record = executor.step(arrays, env, trace=self.trace is not None)
+        if self.trace is not None:
+            self.trace.steps.append(record)
+        return outputs
+
+    def _variant(self, tokens: int) -> Variant:
+        for variant in self.plan.variants:
+            if variant.lo <= tokens <= variant.hi:
+                return variant
+        raise RequestError(f"no variant of {self.plan.name} takes T={tokens}; largest: {self.max_tokens}")
+
+    def _executor(self, variant: Variant) -> Executor:
+        if variant.name not in self._executors:
+            self._executors[variant.name] = Executor(
+                variant.stream, self.residents, self._host, poison=self._poison
+            )
+        return self._executors[variant.name]
+
+    @property
+    def max_tokens(self) -> int:
+        """The largest T of one step."""
+        return max(v.hi for v in self.plan.variants)
+
+    def close(self) -> None:
+        """Ends lanes, closes devices, drops memory. Idempotent."""
+        for executor in self._executors.values():
+            executor.close()
+        self._executors, self._last = {}, None
+        for device in (*self.devices.values(), self._host):
+            device.close()
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
