@@ -19,6 +19,7 @@ from flashrt.backend import Backend, OpenDevice
 from flashrt.compiler import CompileOptions, Stage, compile_model, plan_key
 from flashrt.errors import ModelError, PlanError, ProgramError, RequestError
 from flashrt.frontend import models
+from flashrt.ir import laws
 from flashrt.ir.types import evaluate
 from flashrt.llm.chat import Chat
 from flashrt.llm.generate import Completion, Generator
@@ -144,6 +145,19 @@ def obtain(
     return Compiled(program.save(plan, folder), cached=False)
 
 
+def seal(folder: Path) -> Plan:
+    """Reads a plan whose texts were edited, and checks every law of every level.
+
+    Raises ParseError or LawError naming file or place, ProgramError when it isn't a plan.
+    """
+    plan = program.load(folder, edited=True)
+    laws.check(plan.logical, stage="model.logical")
+    for variant in plan.variants:
+        laws.check(variant.physical, stage=f"{variant.name}.physical")
+        laws.check(variant.stream, stage=f"{variant.name}.micro")
+    return plan
+
+
 def compile(
     model: str,
     output: str | Path | None = None,
@@ -155,7 +169,8 @@ def compile(
     """Compiles a model and, with `output`, writes the plan folder.
 
     Args:
-        model: a .gguf file, Hugging Face folder or repo id, .pt2, .logical, plan folder, or alias.
+        model: a .gguf file, Hugging Face folder or repo id, .pt2, .logical, or alias; or a plan folder,
+            whose edited texts are then checked and sealed into `output`.
         output: folder to write; None keeps the plan in the cache only.
         pack: copy the weights into the plan instead of referring to the model's files.
 
@@ -164,7 +179,11 @@ def compile(
         PlanError: it doesn't fit the machine.
         ProgramError: the output can't be written.
     """
-    plan = obtain(model, options or CompileOptions(), devices=devices).plan
+    source = models.find(model)
+    if source.kind == "plan" and output is not None:
+        plan = seal(Path(source.place))
+    else:
+        plan = obtain(model, options or CompileOptions(), devices=devices).plan
     return plan if output is None else program.save(plan, Path(output), pack=pack)
 
 
@@ -207,11 +226,12 @@ class LLM:
         most = max(s.hi for v in self.plan.variants for s in v.stream.symbols if s.name == "S")
         self.generator = Generator(
             self.program.call,
-            self.context,
-            self.plan.chat.eos,
-            pages,
-            self.program.max_tokens,
-            min(most, sequences) if sequences > 1 else most,
+            context=self.context,
+            eos=self.plan.chat.eos,
+            pages=pages,
+            max_tokens_per_step=self.program.max_tokens,
+            max_sequences=most,
+            decode=self.chat.decode,
         )
         self._ids = itertools.count(1)
 
@@ -249,7 +269,9 @@ class LLM:
         """Generates answers to several prompts together, in flat steps; in the order of the prompts."""
         how = sampling or Sampling(**choices)
         requests = [self.request(p, how, raw=raw) for p in prompts]
-        return self.generator.complete(requests, self.chat.decode)
+        for request in requests:
+            self.generator.add(request)
+        return self.generator.run()
 
     def stream(
         self,
@@ -260,12 +282,9 @@ class LLM:
         **choices: Any,
     ) -> Iterator[str]:
         """Gives the answer in pieces of whole characters, as they come."""
-        request = self.request(prompt, sampling or Sampling(**choices), raw=raw)
-        yield from self.generator.stream(request, self.chat.decode)
+        return self.generator.stream(self.request(prompt, sampling or Sampling(**choices), raw=raw))
 
-    def request(
-        self, prompt: str | Sequence[Message], sampling: Sampling, *, raw: bool = False
-    ) -> Request:
+    def request(self, prompt: str | Sequence[Message], sampling: Sampling, *, raw: bool = False) -> Request:
         """A request for the generator."""
         return Request(f"r{next(self._ids)}", tuple(self.tokens(prompt, raw=raw)), sampling)
 
@@ -290,4 +309,3 @@ def page_count(plan: Plan, context: int, sequences: int) -> int:
     if affordable < 1:
         raise PlanError(f"not even one page of the KV cache ({page} bytes) fits the free memory")
     return min(wanted, affordable)
-

@@ -133,3 +133,12 @@ def unpack(layout: Layout, data: U8, n: int, k: int) -> F32:
     else:
         w = per_block[:, 0] * (q if layout.bits == 8 else q - 8)
     return np.ascontiguousarray(w.reshape(g * r, nblk * BLOCK)[:n, :k])
+
+
+def packed_bytes(layout: str, shape: tuple[int, ...], lo: int, hi: int) -> int:
+    """Bytes of rows [lo, hi) of a weight: a matrix in its layout, anything else as plain rows."""
+    found = LAYOUTS[layout]
+    if len(shape) == 2:
+        return found.bytes(hi - lo, shape[1])
+    assert found.element is not None, f"{layout} holds matrices, not {shape}"
+    return (hi - lo) * int(np.prod(shape[1:], dtype=np.int64)) * found.element.itemsize

@@ -47,6 +47,7 @@ from flashrt.weights.source import IndexSource
 V = TypeVar("V")
 FORMAT = 1
 MANIFEST = "plan.json"
+EDITABLE = (".logical", ".physical", ".micro")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +175,18 @@ def _blocks(plan: Plan) -> dict[str, Any]:
     return {w.name: w for v in plan.variants for w in v.stream.weights}
 
 
-def load(folder: Path) -> Plan:
+def load(folder: Path, *, edited: bool = False) -> Plan:
     """Reads a plan folder.
+
+    edited: accept texts that differ from their checksums, for sealing a plan again
+    after its texts were edited; the caller checks their laws.
 
     Raises:
         ProgramError: not a plan, corrupt (names the file), or written by another format.
+        ParseError: an edited text doesn't parse.
     """
     manifest = read_manifest(folder)
-    read = _Reader(folder, manifest["files"])
+    read = _Reader(folder, manifest["files"], edited)
     try:
         variants = tuple(
             Variant(
@@ -218,7 +223,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The checked content of plan.json."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise ProgramError(f"{folder} isn't a plan: no {MANIFEST} in it", hint="flashrt compile MODEL -o PLAN")
+        raise ProgramError(
+            f"{folder} isn't a plan: no {MANIFEST} in it", hint="flashrt compile MODEL -o PLAN"
+        )
     try:
         manifest = json.loads(path.read_text())
         found = manifest["format"]
@@ -236,15 +243,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 class _Reader:
     """Reads files of a plan and checks them against the manifest."""
 
-    def __init__(self, folder: Path, digests: Mapping[str, str]) -> None:
-        self._folder, self._digests = folder, digests
+    def __init__(self, folder: Path, digests: Mapping[str, str], edited: bool) -> None:
+        self._folder, self._digests, self._edited = folder, digests, edited
 
     def bytes(self, name: str) -> bytes:
         try:
             data = (self._folder / name).read_bytes()
         except OSError as error:
             raise _corrupt(self._folder, name, error.strerror or str(error)) from None
-        if hashlib.sha256(data).hexdigest() != self._digests[name]:
+        editable = self._edited and name.endswith(EDITABLE)
+        if not editable and hashlib.sha256(data).hexdigest() != self._digests[name]:
             raise _corrupt(self._folder, name, "its content isn't what was written")
         return data
 
@@ -264,9 +272,10 @@ class _Reader:
 
 
 def _corrupt(folder: Path, name: str, why: str) -> ProgramError:
-    return ProgramError(
-        f"{folder / name} is corrupt: {why}", hint="compile the plan again: flashrt compile MODEL -o PLAN"
-    )
+    hint = "compile the plan again: flashrt compile MODEL -o PLAN"
+    if name.endswith(EDITABLE):
+        hint += f"; if you edited it on purpose, seal it: flashrt compile {folder} -o NEW_PLAN"
+    return ProgramError(f"{folder / name} is corrupt: {why}", hint=hint)
 
 
 # ---- opened ----------------------------------------------------------------------
@@ -355,4 +364,3 @@ class Program:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-

@@ -16,18 +16,12 @@ from flashrt.backend import I64, U8, BlockSource, OpenDevice, Place
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
 from flashrt.ir.types import Env, Weight, size
-from flashrt.layouts import LAYOUTS
-
-ALIGN = 64
+from flashrt.layouts import packed_bytes
 
 
-def packed_bytes(weight: Weight, lo: int, hi: int) -> int:
+def block_bytes(weight: Weight, lo: int, hi: int) -> int:
     """Bytes of rows [lo, hi) of a weight in its layout."""
-    shape = [size(d, {}) for d in weight.type.shape]
-    layout = LAYOUTS[weight.layout]
-    if len(shape) != 2:
-        return layout.bytes(1, int(np.prod(shape, dtype=np.int64))) * (hi - lo) // max(shape[0] if shape else 1, 1)
-    return layout.bytes(hi - lo, shape[1])
+    return packed_bytes(weight.layout, tuple(size(d, {}) for d in weight.type.shape), lo, hi)
 
 
 class Residents:
@@ -45,7 +39,7 @@ class Residents:
         """The block's memory, loaded on first use."""
         key = (block.name, block.device, block.lo, block.hi)
         if key not in self._blocks:
-            place = self.reserve(block.device, packed_bytes(weight, block.lo, block.hi))
+            place = self.reserve(block.device, block_bytes(weight, block.lo, block.hi))
             self.fill(block.device, weight, block.lo, block.hi, place)
             self._blocks[key] = place
         return self._blocks[key]
@@ -181,7 +175,7 @@ class StreamMemory:
         for index, block in enumerate(self.stream.blocks):
             if block.home != "ring":
                 continue
-            nbytes = packed_bytes(self.weights[block.name], block.lo, block.hi)
+            nbytes = block_bytes(self.weights[block.name], block.lo, block.hi)
             if block.offset is None:
                 out[index] = self.residents.reserve(block.device, nbytes)
             else:

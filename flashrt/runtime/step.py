@@ -103,7 +103,7 @@ def write_step(
     for bound in bounds:
         values = arrays[bound.input]
         limit = env[bound.limit] if isinstance(bound.limit, str) else bound.limit
-        if values.size and not (0 <= values.min() and values.max() < limit):
+        if values.size and (values.min() < 0 or values.max() >= limit):
             bad = int(values.min() if values.min() < 0 else values.max())
             raise RequestError(f"input {bound.input}: {bound.what} {bad} is outside 0…{limit - 1}")
     for slot in memory.stream.slots:

@@ -34,6 +34,7 @@ class Tensor:
     shape: row-major, output channels first. rope_heads: not 0 when the rows of each of so many heads are
     stored interleaved for pairwise RoPE (GGUF llama q and k) and must be put back into halves.
     transposed: stored [in, out].
+    shift: added to each element when it is read (GGUF keeps Gemma's norm weights plus one).
     """
 
     name: str
@@ -44,6 +45,7 @@ class Tensor:
     shape: tuple[int, ...]
     rope_heads: int = 0
     transposed: bool = False
+    shift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

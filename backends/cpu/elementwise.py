@@ -1,0 +1,175 @@
+"""Functions of single elements, copies, and the quantisation of activations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from numba import njit, types
+
+from flashrt.backends.cpu import rows
+from flashrt.backends.cpu.intrinsics import (
+    copy_bytes,
+    load_f32,
+    load_i32,
+    number,
+    operand,
+    store_f32,
+    store_u8,
+    word,
+)
+from flashrt.backends.cpu.vector import (
+    lane_max,
+    load,
+    spread,
+    store,
+    vabs,
+    verf,
+    vexp,
+    vmax,
+    vsigmoid,
+    vtanh,
+)
+
+M = rows.Map(*range(len(rows.Map._fields)))
+C = rows.Copy(*range(len(rows.Copy._fields)))
+Q = rows.Quantize(*range(len(rows.Quantize._fields)))
+
+
+@njit
+def silu(v):  # type: ignore[no-untyped-def]
+    return v / (spread(types.float32(1)) + vexp(spread(types.float32(0)) - v))
+
+
+@njit
+def gelu(v):  # type: ignore[no-untyped-def]
+    one, half = spread(types.float32(1)), spread(types.float32(0.5))
+    return v * (one + verf(v * spread(types.float32(math.sqrt(0.5))))) * half
+
+
+@njit
+def gelu_tanh(v):  # type: ignore[no-untyped-def]
+    one, half = spread(types.float32(1)), spread(types.float32(0.5))
+    cube = spread(types.float32(0.044715)) * v * v * v
+    return v * (one + vtanh(spread(types.float32(math.sqrt(2 / math.pi))) * (v + cube))) * half
+
+
+@njit
+def relu(v):  # type: ignore[no-untyped-def]
+    return vmax(v, spread(types.float32(0)))
+
+
+ACTIVATIONS = {
+    "silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu, "tanh": vtanh, "sigmoid": vsigmoid,
+}  # fmt: skip
+
+
+@njit
+def other(b, step, c, count):  # type: ignore[no-untyped-def]
+    """16 elements of a row of the second operand, or its one number 16 times."""
+    return load(b + 4 * c, count) if step else spread(load_f32(b))
+
+
+def _binary(function: Any) -> Any:
+    """y = function(a, b)"""
+
+    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+        width, b_at, step = word(row, M.width), operand(row, M.b_at, M.b), word(row, M.b_step)
+        chunks = (width + 15) >> 4
+        count = word(row, M.rows) * chunks
+        for item in range(count * tid // nth, count * (tid + 1) // nth):
+            r, c = item // chunks, 16 * (item % chunks)
+            a = load(word(row, M.a) + 4 * (r * word(row, M.a_stride) + c), width - c)
+            b = other(b_at + 4 * r * word(row, M.b_stride), step, c, width - c)
+            store(word(row, M.y) + 4 * (r * word(row, M.y_stride) + c), function(a, b), width - c)
+
+    return kernel
+
+
+def _unary(function: Any) -> Any:
+    """y = function(a, by)"""
+
+    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+        width, by = word(row, M.width), spread(types.float32(number(row, M.f64_by)))
+        chunks = (width + 15) >> 4
+        count = word(row, M.rows) * chunks
+        for item in range(count * tid // nth, count * (tid + 1) // nth):
+            r, c = item // chunks, 16 * (item % chunks)
+            a = load(word(row, M.a) + 4 * (r * word(row, M.a_stride) + c), width - c)
+            store(word(row, M.y) + 4 * (r * word(row, M.y_stride) + c), function(a, by), width - c)
+
+    return kernel
+
+
+def add() -> Any:
+    """a + b"""
+    return _binary(njit(lambda a, b: a + b))
+
+
+def mul() -> Any:
+    """a · b"""
+    return _binary(njit(lambda a, b: a * b))
+
+
+def gated(act: str) -> Any:
+    """act(a) · b"""
+    function = ACTIVATIONS[act]
+    return _binary(njit(lambda a, b: function(a) * b))
+
+
+def activation(act: str) -> Any:
+    """act(a)"""
+    function = ACTIVATIONS[act]
+    return _unary(njit(lambda a, by: function(a)))
+
+
+def scale() -> Any:
+    """a · by"""
+    return _unary(njit(lambda a, by: a * by))
+
+
+def softcap() -> Any:
+    """by · tanh(a / by)"""
+    return _unary(njit(lambda a, by: by * vtanh(a / by)))
+
+
+def copy() -> Any:
+    """Rows of bytes from one place to another, by an index when there is one."""
+
+    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+        count, index = word(row, C.rows), word(row, C.index)
+        for r in range(count * tid // nth, count * (tid + 1) // nth):
+            source = types.int64(load_i32(index + 4 * r)) if index else types.int64(r)
+            x = word(row, C.x) + source * word(row, C.x_stride)
+            copy_bytes(word(row, C.y) + r * word(row, C.y_stride), x, word(row, C.bytes))
+
+    return kernel
+
+
+def quantize() -> Any:
+    """Blocks of 32: bytes x/scale, half to even, then the scales (largest magnitude / 127)."""
+
+    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+        k, count = word(row, Q.k), word(row, Q.t)
+        for t in range(count * tid // nth, count * (tid + 1) // nth):
+            x, y = word(row, Q.x) + 4 * t * word(row, Q.x_stride), word(row, Q.y) + t * word(row, Q.y_stride)
+            for at in range(0, k, 32):
+                n = min(k - at, 32)
+                most = vabs(load(x + 4 * at, n))
+                if n > 16:
+                    most = vmax(most, vabs(load(x + 4 * at + 64, n - 16)))
+                scale = lane_max(most) / types.float32(127)
+                divisor = types.float32(1) if scale == 0 else scale
+                for i in range(at, at + n):
+                    q = round_even(load_f32(x + 4 * i) / divisor)
+                    store_u8(y + i, types.uint8(types.int64(max(min(q, 127.0), -127.0))))
+                store_f32(y + k + 4 * (at >> 5), scale)
+
+    return kernel
+
+
+@njit
+def round_even(v):  # type: ignore[no-untyped-def]
+    """The nearest whole number, half to even, for |v| < 2^22."""
+    shift = types.float32(1.5 * 2.0**23)
+    return (v + shift) - shift

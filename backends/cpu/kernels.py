@@ -1,0 +1,74 @@
+"""The table of compiled functions, and of what the backend offers. Compiles nothing by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flashrt.ir.ops import EXACT, LINEAR_EXACT, OPS
+from flashrt.layouts import LAYOUTS, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEntry:
+    """How one function is compiled: `module.maker(*args)` gives Python code of `arguments` int64.
+
+    requires: processor features without which it must not be compiled or called.
+    """
+
+    module: str
+    maker: str
+    args: tuple[str | int | bool, ...] = ()
+    arguments: int = 3
+    requires: frozenset[str] = frozenset()
+
+
+_ACTS = ("silu", "gelu", "gelu_tanh", "relu", "tanh", "sigmoid")
+
+
+def _matrices(layout: Layout) -> dict[str, KernelEntry]:
+    if layout.element is None:
+        makers: tuple[str, ...] = ("quantised", "quantised_embedding")
+        args: tuple[str | int | bool, ...] = (layout.bits, layout.minimum)
+    else:
+        makers, args = ("plain", "plain_embedding"), (layout.name,)
+    names = (f"linear.{layout.name}", f"embedding.{layout.name}")
+    return {n: KernelEntry("linear", m, args) for n, m in zip(names, makers, strict=True)}
+
+
+KERNELS: Mapping[str, KernelEntry] = {
+    **{name: entry for layout in LAYOUTS.values() for name, entry in _matrices(layout).items()},
+    "rms_norm": KernelEntry("norm", "rms_norm"),
+    "layer_norm": KernelEntry("norm", "layer_norm"),
+    "rope_table": KernelEntry("rope", "rope_table"),
+    "rope": KernelEntry("rope", "rope"),
+    "kv_write": KernelEntry("attention", "kv_write"),
+    "attention": KernelEntry("attention", "attention"),
+    "add": KernelEntry("elementwise", "add"),
+    "mul": KernelEntry("elementwise", "mul"),
+    "scale": KernelEntry("elementwise", "scale"),
+    "softcap": KernelEntry("elementwise", "softcap"),
+    **{f"gated.{act}": KernelEntry("elementwise", "gated", (act,)) for act in _ACTS},
+    **{f"activation.{act}": KernelEntry("elementwise", "activation", (act,)) for act in _ACTS},
+    "copy": KernelEntry("elementwise", "copy"),
+    "quantize": KernelEntry("elementwise", "quantize"),
+    "sample": KernelEntry("sample", "sample"),
+    "team_run": KernelEntry("walk", "team_run", arguments=4),
+    "team_help": KernelEntry("walk", "team_help"),
+    "team_quit": KernelEntry("walk", "team_quit", arguments=2),
+}
+
+EPILOGUES = ("", "+bias", "+residual", "+bias+residual")
+_PLAIN = (
+    "rms_norm", "layer_norm", "rope_table", "rope", "gated", "activation",
+    "add", "mul", "scale", "softcap", "slice", "view", "rows", "sample",
+)  # fmt: skip
+
+
+def offered() -> tuple[tuple[str, str], ...]:
+    """(kernel, numerics) pairs as dispatches name them, epilogues included."""
+    linears = [(f"linear.{x}{e}", LINEAR_EXACT) for x in LAYOUTS for e in EPILOGUES]
+    tables = [(f"embedding.{x}", EXACT) for x in LAYOUTS]
+    attention = OPS["attention"].numerics
+    plain = [(name, EXACT) for name in _PLAIN]
+    return (*linears, *tables, *plain, ("attention", attention), ("kv_write", attention), ("kv_write", EXACT))

@@ -1,0 +1,221 @@
+"""Matrix products and the embedding: packed weights in, float32 out.
+
+Threads share the output channels, in groups of 16 (packed formats) or 4 (plain
+rows). Tokens are taken 8, 4 or 1 at a time so that a weight is decoded once
+for several of them; see tiles.py for why that changes no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit, types
+
+from flashrt.backends.cpu import rows
+from flashrt.backends.cpu.intrinsics import (
+    copy_bytes,
+    load_i32,
+    load_u8,
+    operand,
+    stack,
+    store_f32,
+    word,
+)
+from flashrt.backends.cpu.tiles import element_as_f32, plain_tile, quant_tile
+from flashrt.backends.cpu.vector import lane_sum, load, load_whole, spread, store, store_whole
+
+L = rows.Linear(*range(len(rows.Linear._fields)))
+E = rows.Embedding(*range(len(rows.Embedding._fields)))
+Kernel = Callable[[Any, Any, Any], None]
+
+
+@njit
+def zero(address, count):  # type: ignore[no-untyped-def]
+    """`count` vectors of zeros."""
+    for i in range(count):
+        store_whole(address + 64 * i, spread(types.float32(0)))
+
+
+@njit
+def finish(row, total, t, channel, count):  # type: ignore[no-untyped-def]
+    """Adds bias and residual to min(16, count) totals and stores them."""
+    bias = operand(row, L.bias_at, L.bias)
+    residual = word(row, L.residual)
+    if bias != 0:
+        total = total + load(bias + 4 * channel, count)
+    if residual != 0:
+        total = total + load(residual + 4 * (t * word(row, L.residual_stride) + channel), count)
+    store(word(row, L.y) + 4 * (t * word(row, L.y_stride) + channel), total, count)
+
+
+def quantised(bits: int, minimum: bool) -> Kernel:
+    """The kernel of a packed format with groups of 16 channels and blocks of 32."""
+    tile8, tile4, tile1 = (quant_tile(bits, minimum, tokens) for tokens in (8, 4, 1))
+    quant_bytes = 16 * 32 * bits // 8
+    block_bytes = quant_bytes + (64 if minimum else 32)
+
+    @njit
+    def add(tokens, q, s, m, blocks, x, x_stride, acc):  # type: ignore[no-untyped-def]
+        if tokens == 8:
+            tile8(q, s, m, blocks, x, x_stride, acc)
+        elif tokens == 4:
+            tile4(q, s, m, blocks, x, x_stride, acc)
+        else:
+            tile1(q, s, m, blocks, x, x_stride, acc)
+
+    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+        n, k, t_count = word(row, L.n), word(row, L.k), word(row, L.t)
+        whole, tail, blocks = k >> 5, k & 31, (k + 31) >> 5
+        weights, x_stride = operand(row, L.w_at, L.w), 4 * word(row, L.x_stride)
+        groups = (n + 15) >> 4
+        acc, padded = stack(8 * 64), stack(8 * 128)
+        for g in range(groups * tid // nth, groups * (tid + 1) // nth):
+            q = weights + g * blocks * block_bytes
+            s = q + blocks * quant_bytes
+            m = s + blocks * 32
+            t = 0
+            while t < t_count:
+                left = t_count - t
+                tokens = 8 if left >= 8 else (4 if left >= 4 else 1)
+                x = word(row, L.x) + t * x_stride
+                zero(acc, tokens)
+                add(tokens, q, s, m, whole, x, x_stride, acc)
+                if tail:
+                    zero(padded, 2 * tokens)
+                    for i in range(tokens):
+                        copy_bytes(padded + 128 * i, x + i * x_stride + 128 * whole, 4 * tail)
+                    add(tokens, q + whole * quant_bytes, s + 32 * whole, m + 32 * whole, 1, padded, 128, acc)
+                for i in range(tokens):
+                    finish(row, load_whole(acc + 64 * i), t + i, 16 * g, n - 16 * g)
+                t += tokens
+
+    return kernel
+
+
+def plain(element: str) -> Kernel:
+    """The kernel of rows of plain elements."""
+    tiles = {(r, t): plain_tile(element, r, t) for r in (4, 1) for t in (4, 1)}
+    tile44, tile41, tile14, tile11 = tiles[4, 4], tiles[4, 1], tiles[1, 4], tiles[1, 1]
+    tail44, tail41, tail14, tail11 = (plain_tile("f32", r, t) for r in (4, 1) for t in (4, 1))
+    one, size = element_as_f32(element), 4 if element == "f32" else 2
+
+    @njit
+    def add(channels, tokens, w, w_stride, x, x_stride, steps, acc):  # type: ignore[no-untyped-def]
+        if channels == 4 and tokens == 4:
+            tile44(w, w_stride, x, x_stride, steps, acc)
+        elif channels == 4:
+            tile41(w, w_stride, x, x_stride, steps, acc)
+        elif tokens == 4:
+            tile14(w, w_stride, x, x_stride, steps, acc)
+        else:
+            tile11(w, w_stride, x, x_stride, steps, acc)
+
+    @njit
+    def add_tail(channels, tokens, w, w_stride, x, x_stride, count, acc, padded):  # type: ignore[no-untyped-def]
+        """The last `count` < 16 of K: both sides copied as f32 with zeros behind."""
+        zero(padded, 8)
+        for c in range(channels):
+            for i in range(count):
+                store_f32(padded + 64 * c + 4 * i, one(w + c * w_stride + size * i))
+        for t in range(tokens):
+            copy_bytes(padded + 256 + 64 * t, x + t * x_stride, 4 * count)
+        if channels == 4 and tokens == 4:
+            tail44(padded, 64, padded + 256, 64, 1, acc)
+        elif channels == 4:
+            tail41(padded, 64, padded + 256, 64, 1, acc)
+        elif tokens == 4:
+            tail14(padded, 64, padded + 256, 64, 1, acc)
+        else:
+            tail11(padded, 64, padded + 256, 64, 1, acc)
+
+    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+        n, k, t_count = word(row, L.n), word(row, L.k), word(row, L.t)
+        steps, tail = k >> 4, k & 15
+        weights, x_stride = operand(row, L.w_at, L.w), 4 * word(row, L.x_stride)
+        acc, padded, sums = stack(16 * 64), stack(8 * 64), stack(64)
+        blocks = (n + 3) >> 2
+        for block in range(blocks * tid // nth, blocks * (tid + 1) // nth):
+            channel, end = 4 * block, min(n, 4 * block + 4)
+            while channel < end:
+                channels = 4 if end - channel == 4 else 1
+                w, t = weights + channel * k * size, 0
+                while t < t_count:
+                    tokens = 4 if t_count - t >= 4 else 1
+                    x = word(row, L.x) + t * x_stride
+                    zero(acc, channels * tokens)
+                    add(channels, tokens, w, k * size, x, x_stride, steps, acc)
+                    if tail:
+                        add_tail(channels, tokens, w + 16 * size * steps, k * size,
+                                 x + 64 * steps, x_stride, tail, acc, padded)  # fmt: skip
+                    for i in range(tokens):
+                        for c in range(channels):
+                            store_f32(sums + 4 * c, lane_sum(load_whole(acc + 64 * (c * tokens + i))))
+                        finish(row, load(sums, channels), t + i, channel, channels)
+                    t += tokens
+                channel += channels
+
+    return kernel
+
+
+@njit
+def fill_nan(address, count):  # type: ignore[no-untyped-def]
+    """`count` floats of NaN."""
+    for c in range(0, count, 16):
+        store(address + 4 * c, spread(types.float32(float("nan"))), count - c)
+
+
+def _embedding(decode: Any) -> Kernel:
+    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+        t_count, v, c = word(row, E.t), word(row, E.v), word(row, E.c)
+        weights = operand(row, E.w_at, E.w)
+        for t in range(t_count * tid // nth, t_count * (tid + 1) // nth):
+            id = load_i32(word(row, E.ids) + 4 * t)
+            y = word(row, E.y) + 4 * t * word(row, E.y_stride)
+            if 0 <= id < v:
+                decode(weights, types.int64(id), c, y)
+            else:
+                fill_nan(y, c)
+
+    return kernel
+
+
+def plain_embedding(element: str) -> Kernel:
+    """Rows of plain elements, as float32."""
+    one, size = element_as_f32(element), 4 if element == "f32" else 2
+
+    @njit
+    def decode(weights, id, count, y):  # type: ignore[no-untyped-def]
+        for k in range(count):
+            store_f32(y + 4 * k, one(weights + (id * count + k) * size))
+
+    return _embedding(decode)
+
+
+def quantised_embedding(bits: int, minimum: bool) -> Kernel:
+    """Rows of a packed format: exactly `layouts.unpack`."""
+    half, quant_bytes = element_as_f32("f16"), 16 * 32 * bits // 8
+    block_bytes = quant_bytes + (64 if minimum else 32)
+
+    @njit
+    def quant(block, channel, k):  # type: ignore[no-untyped-def]
+        if bits == 8:
+            return types.int64(types.int8(load_u8(block + (k >> 2) * 64 + channel * 4 + (k & 3))))
+        both = types.int64(load_u8(block + (k >> 3) * 64 + channel * 4 + (k & 3)))
+        return (both >> (k & 4)) & 15
+
+    @njit
+    def decode(weights, id, count, y):  # type: ignore[no-untyped-def]
+        blocks, channel = (count + 31) >> 5, id & 15
+        group = weights + (id >> 4) * blocks * block_bytes
+        scales = group + blocks * quant_bytes + 2 * channel
+        for k in range(count):
+            block = k >> 5
+            q = quant(group + block * quant_bytes, channel, k & 31)
+            scale = half(scales + 32 * block)
+            if minimum:
+                store_f32(y + 4 * k, scale * types.float32(q) + half(scales + 32 * (blocks + block)))
+            else:
+                store_f32(y + 4 * k, scale * types.float32(q if bits == 8 else q - 8))
+
+    return _embedding(decode)

@@ -1,0 +1,63 @@
+"""Rotary positions: the table of a step, and the rotation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from numba import types
+
+from flashrt.backends.cpu import rows
+from flashrt.backends.cpu.intrinsics import (
+    copy_bytes,
+    load_f32,
+    load_i32,
+    number,
+    operand,
+    store_f32,
+    word,
+)
+from flashrt.backends.cpu.vector import load, store
+
+T = rows.RopeTable(*range(len(rows.RopeTable._fields)))
+R = rows.Rope(*range(len(rows.Rope._fields)))
+
+
+def rope_table() -> Any:
+    """Angles are float32 products, as models define them; their cosines are right to the last bit."""
+
+    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+        count, half = word(row, T.t), word(row, T.half)
+        frequencies, scale = operand(row, T.w_at, T.w), types.float32(number(row, T.f64_scale))
+        for t in range(count * tid // nth, count * (tid + 1) // nth):
+            position = types.float32(load_i32(word(row, T.positions) + 4 * t))
+            y = word(row, T.y) + 4 * t * word(row, T.y_stride)
+            for i in range(half):
+                angle = types.float64(position * load_f32(frequencies + 4 * i))
+                store_f32(y + 4 * i, types.float32(math.cos(angle)) * scale)
+                store_f32(y + 4 * (half + i), types.float32(math.sin(angle)) * scale)
+
+    return kernel
+
+
+def rope() -> Any:
+    """Halves x1, x2 of a head's first channels: x1·cos - x2·sin, x2·cos + x1·sin; the rest is copied."""
+
+    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+        heads, dim, half = word(row, R.heads), word(row, R.dim), word(row, R.half)
+        count = word(row, R.t) * heads
+        for item in range(count * tid // nth, count * (tid + 1) // nth):
+            t, head = item // heads, item % heads
+            x = word(row, R.x) + 4 * (t * word(row, R.x_stride) + head * dim)
+            y = word(row, R.y) + 4 * (t * word(row, R.y_stride) + head * dim)
+            table = word(row, R.table) + 4 * t * word(row, R.table_stride)
+            for c in range(0, half, 16):
+                n, second = half - c, 4 * (half + c)
+                x1, x2 = load(x + 4 * c, n), load(x + second, n)
+                cos, sin = load(table + 4 * c, n), load(table + second, n)
+                store(y + 4 * c, x1 * cos - x2 * sin, n)
+                store(y + second, x2 * cos + x1 * sin, n)
+            if dim > 2 * half:
+                copy_bytes(y + 8 * half, x + 8 * half, 4 * (dim - 2 * half))
+
+    return kernel

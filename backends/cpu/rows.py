@@ -1,0 +1,251 @@
+"""What a row of the table holds: the one definition that encoder, walk and kernels share.
+
+A row is ROW int64 words: the header (`Header`), then the fields of its kernel
+(one of the classes below). Fields are plain numbers: addresses, sizes, strides
+and bit patterns of floats. Sizes and addresses that depend on symbols are
+written anew before a run whenever a symbol has changed (`table.Code.refresh`).
+
+A weight may move from step to step (a ring), so it is two fields: `w_at`, the
+address of its word in the block table (0: there is none), and `w`, bytes beyond
+what that word holds. Where an operand may be a slot, `…_at` is 0 and the other
+field is the whole address; both 0 means that the operand is absent.
+
+Strides of rows count elements unless a field says bytes. `f64_…` fields hold
+the bits of a float64.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flashrt.ir.types import Dim
+
+ROW = 32  # int64 words in a row
+
+
+class Header(NamedTuple):
+    """The part of a row that the walk reads.
+
+    kernel: address. solo: 1 when thread 0 does it alone. waits, waits_end: range of pairs
+    (address of a tick, steps back as a number ≤ 0) in the wait list. signals, signals_end: range
+    of tick addresses in the signal list.
+    """
+
+    kernel: Dim
+    solo: Dim
+    waits: Dim
+    waits_end: Dim
+    signals: Dim
+    signals_end: Dim
+
+
+class Linear(NamedTuple):
+    """y[T,N] = x[T,K]·wᵀ + bias + residual."""
+
+    x: Dim
+    x_stride: Dim
+    w_at: Dim
+    w: Dim
+    y: Dim
+    y_stride: Dim
+    bias_at: Dim
+    bias: Dim
+    residual: Dim
+    residual_stride: Dim
+    t: Dim
+    n: Dim
+    k: Dim
+
+
+class Embedding(NamedTuple):
+    """y[T,C] = rows ids[T] of w[V,C]; NaN where an id is outside [0, V)."""
+
+    ids: Dim
+    w_at: Dim
+    w: Dim
+    y: Dim
+    y_stride: Dim
+    t: Dim
+    v: Dim
+    c: Dim
+
+
+class Norm(NamedTuple):
+    """Each group of `width` channels of x[T, groups*width] normalised. `w_size`: elements of w (and b)."""
+
+    x: Dim
+    x_stride: Dim
+    w_at: Dim
+    w: Dim
+    b_at: Dim
+    b: Dim
+    y: Dim
+    y_stride: Dim
+    t: Dim
+    groups: Dim
+    width: Dim
+    w_size: Dim
+    f64_eps: Dim
+    f64_offset: Dim
+
+
+class RopeTable(NamedTuple):
+    """y[T, 2*half] = cosines, then sines, of positions[T]·w[half]."""
+
+    positions: Dim
+    w_at: Dim
+    w: Dim
+    y: Dim
+    y_stride: Dim
+    t: Dim
+    half: Dim
+    f64_scale: Dim
+
+
+class Rope(NamedTuple):
+    """The first 2*half channels of each head of x[T, heads*dim] rotated by table[T, 2*half]."""
+
+    x: Dim
+    x_stride: Dim
+    table: Dim
+    table_stride: Dim
+    y: Dim
+    y_stride: Dim
+    t: Dim
+    heads: Dim
+    dim: Dim
+    half: Dim
+
+
+class KvWrite(NamedTuple):
+    """k[T, heads*k_dim] and v[T, heads*v_dim] into the pages of kv[P,2,heads,16,dim]."""
+
+    k: Dim
+    k_stride: Dim
+    v: Dim
+    v_stride: Dim
+    positions: Dim
+    seq: Dim
+    pages: Dim
+    pages_stride: Dim
+    kv: Dim
+    t: Dim
+    heads: Dim
+    k_dim: Dim
+    v_dim: Dim
+    dim: Dim
+
+
+class Attention(NamedTuple):
+    """y[T, heads*v_dim] = attention of q[T, heads*k_dim] over kv[P,2,kv_heads,16,dim]. window, softcap 0: none."""
+
+    q: Dim
+    q_stride: Dim
+    positions: Dim
+    seq: Dim
+    pages: Dim
+    pages_stride: Dim
+    kv: Dim
+    sinks_at: Dim
+    sinks: Dim
+    y: Dim
+    y_stride: Dim
+    t: Dim
+    heads: Dim
+    kv_heads: Dim
+    k_dim: Dim
+    v_dim: Dim
+    dim: Dim
+    window: Dim
+    causal: Dim
+    f64_scale: Dim
+    f64_softcap: Dim
+
+
+class Map(NamedTuple):
+    """y = f(a, b) elementwise over [rows, width]. b_stride 0: one row for all; b_step 0: one number for all."""
+
+    a: Dim
+    a_stride: Dim
+    b_at: Dim
+    b: Dim
+    b_stride: Dim
+    b_step: Dim
+    y: Dim
+    y_stride: Dim
+    rows: Dim
+    width: Dim
+    f64_by: Dim
+
+
+class Copy(NamedTuple):
+    """Rows of `bytes` bytes from x to y; strides in bytes. index, unless 0: i32[rows], which row of x."""
+
+    x: Dim
+    x_stride: Dim
+    index: Dim
+    y: Dim
+    y_stride: Dim
+    rows: Dim
+    bytes: Dim
+
+
+class Quantize(NamedTuple):
+    """x f32[T,K] → y u8[T, K + 4*ceildiv(K,32)]; y_stride in bytes."""
+
+    x: Dim
+    x_stride: Dim
+    y: Dim
+    y_stride: Dim
+    t: Dim
+    k: Dim
+
+
+class Sample(NamedTuple):
+    """One token a row of logits[N,V]. scratch: `sample_bytes(V)` bytes for each thread, scratch_stride apart."""
+
+    logits: Dim
+    logits_stride: Dim
+    temperature: Dim
+    top_k: Dim
+    top_p: Dim
+    min_p: Dim
+    penalty: Dim
+    seed: Dim
+    draw: Dim
+    history: Dim
+    history_stride: Dim
+    y: Dim
+    n: Dim
+    v: Dim
+    h: Dim
+    scratch: Dim
+    scratch_stride: Dim
+
+
+SAMPLE_BUCKETS = 1024
+
+
+def sample_bytes(v: int) -> int:
+    """Scratch of one thread that samples from v logits: f32[v], i32[v], then two rows of buckets."""
+    return -(-8 * v // 64) * 64 + 16 * SAMPLE_BUCKETS
+
+
+Fields = (
+    Linear | Embedding | Norm | RopeTable | Rope | KvWrite | Attention | Map | Copy | Quantize | Sample
+)
+
+# words of the team's memory, each on a cache line of its own
+GO, CODE, EPOCH, DONE, ARRIVED, RELEASED, FAULT, SLEEPERS, QUIT = (64 * i for i in range(9))
+CONTROL_BYTES = 64 * 9
+
+
+class CodeWords(NamedTuple):
+    """What the walk is handed: addresses and the number of rows."""
+
+    rows: int
+    count: int
+    waits: int
+    signals: int
+    stamps: int
+    abort: int

@@ -1,0 +1,310 @@
+"""Sixteen float32 lanes as a value of compiled functions.
+
+LLVM lowers <16 x float> on any processor: to one register with AVX-512, to two
+with AVX, to four elsewhere. Nothing here reorders arithmetic: a sum over lanes
+always adds halves, so results don't depend on the processor's width. `fma`
+rounds once where the processor can, twice where it can't.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, models, register_model
+
+from flashrt.backends.cpu.intrinsics import F32, I1, I32, I64, at
+
+LANES = 16
+V = ir.VectorType(F32, LANES)
+VI = ir.VectorType(I32, LANES)
+
+
+class Vector(types.Type):  # type: ignore[misc]
+    """numba's type of a <16 x float>."""
+
+    def __init__(self) -> None:
+        super().__init__(name="f32x16")
+
+
+f32x16 = Vector()
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, type: Any) -> None:
+        super().__init__(manager, type, V)
+
+
+def constant(value: float) -> ir.Constant:
+    """The number in all lanes, at compile time."""
+    return ir.Constant(V, [value] * LANES)
+
+
+def splat(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """The scalar in all lanes."""
+    kind = ir.VectorType(value.type, LANES)
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(VI, [0] * LANES))
+
+
+def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
+    """Calls an LLVM intrinsic or a C function."""
+    kind = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def muladd(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """a·b + c"""
+    return call(builder, "llvm.fmuladd.v16f32", V, a, b, c)
+
+
+def tree(builder: ir.IRBuilder, value: ir.Value, join: Any) -> ir.Value:
+    """Joins all lanes, always half with half."""
+    step = LANES // 2
+    while step:
+        order = ir.Constant(VI, [(lane + step) % LANES for lane in range(LANES)])
+        value = join(value, builder.shuffle_vector(value, value, order))
+        step //= 2
+    return builder.extract_element(value, I32(0))
+
+
+# ---- operators --------------------------------------------------------------------
+def _operator(symbol: Any, emit: str) -> None:
+    class Template(AbstractTemplate):  # type: ignore[misc]
+        def generic(self, args: Any, keywords: Any) -> Any:
+            return signature(f32x16, f32x16, f32x16) if args == (f32x16, f32x16) else None
+
+    infer_global(symbol)(Template)
+
+    @lower_builtin(symbol, f32x16, f32x16)
+    def lower(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return getattr(builder, emit)(*args)
+
+
+for _symbol, _emit in (
+    (operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv"),
+):  # fmt: skip
+    _operator(_symbol, _emit)
+
+
+@intrinsic
+def fma(typing, a, b, c):  # type: ignore[no-untyped-def]
+    """a·b + c"""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return muladd(builder, *args)
+
+    return f32x16(f32x16, f32x16, f32x16), codegen
+
+
+@intrinsic
+def spread(typing, x):  # type: ignore[no-untyped-def]
+    """The number in all lanes."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return splat(builder, args[0])
+
+    return f32x16(types.float32), codegen
+
+
+@intrinsic
+def lane_sum(typing, v):  # type: ignore[no-untyped-def]
+    """The sum of the lanes, half with half."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return tree(builder, args[0], builder.fadd)
+
+    return types.float32(f32x16), codegen
+
+
+def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The larger of each lane; a NaN stays one."""
+    return builder.select(builder.fcmp_unordered(">", a, b), a, b)
+
+
+@intrinsic
+def lane_max(typing, v):  # type: ignore[no-untyped-def]
+    """The largest lane."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return tree(builder, args[0], lambda a, b: larger(builder, a, b))
+
+    return types.float32(f32x16), codegen
+
+
+@intrinsic
+def vmax(typing, a, b):  # type: ignore[no-untyped-def]
+    """The larger of each lane; a NaN stays one."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return larger(builder, *args)
+
+    return f32x16(f32x16, f32x16), codegen
+
+
+@intrinsic
+def vabs(typing, v):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return call(builder, "llvm.fabs.v16f32", V, args[0])
+
+    return f32x16(f32x16), codegen
+
+
+# ---- memory -----------------------------------------------------------------------
+@intrinsic
+def load_whole(typing, address):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        value = builder.load(at(builder, args[0], V))
+        value.align = 4
+        return value
+
+    return f32x16(types.int64), codegen
+
+
+@intrinsic
+def store_whole(typing, address, v):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        builder.store(args[1], at(builder, args[0], V)).align = 4
+        return context.get_dummy_value()
+
+    return types.void(types.int64, f32x16), codegen
+
+
+def _mask(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
+    lanes = ir.Constant(VI, list(range(LANES)))
+    return builder.icmp_signed("<", lanes, splat(builder, builder.trunc(count, I32)))
+
+
+@intrinsic
+def load_part(typing, address, count):  # type: ignore[no-untyped-def]
+    """The first `count` lanes from memory, the others 0 and not read."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        pointer, mask = at(builder, args[0], V), _mask(builder, args[1])
+        kind = ir.FunctionType(V, [pointer.type, I32, mask.type, V])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.load.v16f32.p0")
+        return builder.call(function, [pointer, I32(4), mask, constant(0.0)])
+
+    return f32x16(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_part(typing, address, v, count):  # type: ignore[no-untyped-def]
+    """The first `count` lanes to memory, nothing beyond them."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        pointer, mask = at(builder, args[0], V), _mask(builder, args[2])
+        kind = ir.FunctionType(ir.VoidType(), [V, pointer.type, I32, mask.type])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v16f32.p0")
+        builder.call(function, [args[1], pointer, I32(4), mask])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, f32x16, types.int64), codegen
+
+
+@njit
+def load(address, count):  # type: ignore[no-untyped-def]
+    """min(16, count) floats; the other lanes are 0."""
+    return load_whole(address) if count >= 16 else load_part(address, count)
+
+
+@njit
+def store(address, v, count):  # type: ignore[no-untyped-def]
+    """The first min(16, count) lanes."""
+    if count >= 16:
+        store_whole(address, v)
+    else:
+        store_part(address, v, count)
+
+
+# ---- functions --------------------------------------------------------------------
+_ROUND = 1.5 * 2.0**23  # adding it leaves the nearest whole number in the low bits
+_EXP = (0.001393388219, 0.0083633356, 0.041666462828, 0.166665760395, 0.500000001367)
+_TANH = (0.002272693085, -0.008326389301, 0.021763628498, -0.05395862331, 0.133333009601, -0.333333331559)
+
+
+def _bits_of_power(builder: ir.IRBuilder, n: ir.Value) -> ir.Value:
+    """2^n as floats, -126 ≤ n ≤ 127."""
+    biased = builder.add(n, ir.Constant(VI, [127] * LANES))
+    return builder.bitcast(builder.shl(biased, ir.Constant(VI, [23] * LANES)), V)
+
+
+def emit_exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """exp(x) = 2^n · e^r with n whole and |r| ≤ ln(2)/2; e^r by a polynomial fitted there."""
+    for limit, order in ((89.0, ">"), (-105.0, "<")):
+        # ordered comparison: a NaN is no limit's business and stays
+        beyond = builder.fcmp_ordered(order, x, constant(limit))
+        x = builder.select(beyond, constant(limit), x)
+    shifted = muladd(builder, x, constant(1.4426950408889634), constant(_ROUND))
+    n = builder.fsub(shifted, constant(_ROUND))
+    r = muladd(builder, n, constant(-0.693359375), x)
+    r = muladd(builder, n, constant(2.12194440e-4), r)
+    p = constant(_EXP[0])
+    for c in _EXP[1:]:
+        p = muladd(builder, p, r, constant(c))
+    p = muladd(builder, builder.fmul(r, r), p, builder.fadd(r, constant(1.0)))
+    whole = builder.sub(builder.bitcast(shifted, VI), ir.Constant(VI, [0x4B400000] * LANES))
+    # two factors, so that results below 2^-126 and above 2^127 come out right
+    half = builder.ashr(whole, ir.Constant(VI, [1] * LANES))
+    p = builder.fmul(p, _bits_of_power(builder, half))
+    return builder.fmul(p, _bits_of_power(builder, builder.sub(whole, half)))
+
+
+@intrinsic
+def vexp(typing, v):  # type: ignore[no-untyped-def]
+    """e^v within 2 units in the last place; 0 and infinity beyond float32."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return emit_exp(builder, args[0])
+
+    return f32x16(f32x16), codegen
+
+
+def emit_tanh(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """A polynomial below 0.6, 1 - 2/(e^2|x| + 1) above: relative error stays small near 0."""
+    size = call(builder, "llvm.fabs.v16f32", V, x)
+    square = builder.fmul(x, x)
+    p = constant(_TANH[0])
+    for c in _TANH[1:]:
+        p = muladd(builder, p, square, constant(c))
+    near = muladd(builder, builder.fmul(x, square), p, x)
+    e = emit_exp(builder, builder.fadd(size, size))
+    far = builder.fsub(constant(1.0), builder.fdiv(constant(2.0), builder.fadd(e, constant(1.0))))
+    far = call(builder, "llvm.copysign.v16f32", V, far, x)
+    return builder.select(builder.fcmp_ordered("<", size, constant(0.6)), near, far)
+
+
+@intrinsic
+def vtanh(typing, v):  # type: ignore[no-untyped-def]
+    """tanh within 4 units in the last place."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return emit_tanh(builder, args[0])
+
+    return f32x16(f32x16), codegen
+
+
+@intrinsic
+def verf(typing, v):  # type: ignore[no-untyped-def]
+    """The C library's erf, lane by lane."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        out = ir.Constant(V, ir.Undefined)
+        for lane in range(LANES):
+            one = call(builder, "erff", F32, builder.extract_element(args[0], I32(lane)))
+            out = builder.insert_element(out, one, I32(lane))
+        return out
+
+    return f32x16(f32x16), codegen
+
+
+@njit
+def vsigmoid(v):  # type: ignore[no-untyped-def]
+    """1 / (1 + e^-v)"""
+    one = spread(types.float32(1))
+    return one / (one + vexp(spread(types.float32(0)) - v))

@@ -1,0 +1,100 @@
+"""Paged attention, in two kernels: `kv_write`, then `attention`.
+
+State kv f32[P, 2, Hk, 16, D]: P pages of 16 tokens; index 0 keys, 1 values; D = max(head_dim,
+value_dim), of which keys use the first head_dim and values the first value_dim channels.
+
+Token t belongs to sequence row seq[t]. Position p of sequence s lies in page pages[s, p // 16],
+row p % 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashrt.backends.reference.arrays import F32, I64, Array, AttrMap, real
+from flashrt.ir.ops import PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The attributes of an attention node."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    causal: bool = True
+
+    @staticmethod
+    def of(attrs: AttrMap) -> Shape:
+        """Reads the attributes; window, softcap and causal may be left out."""
+        given = {k: v for k, v in attrs.items() if k in Shape.__slots__}
+        return Shape(**{**given, "window": given.get("window") or 0, "softcap": given.get("softcap") or 0.0})
+
+
+def step(inputs: Sequence[Array], kv: F32, shape: Shape) -> F32:
+    """Both kernels: inputs are q, k, v, positions, seq, pages and, with sinks, sinks."""
+    q, k, v, positions, seq, pages, *sinks = inputs
+    kv_write(kv, shape, k, v, positions, seq, pages)
+    return attention(kv, shape, q, positions, seq, pages, *sinks)
+
+
+def kv_write(kv: F32, shape: Shape, k: Array, v: Array, positions: I64, seq: I64, pages: I64) -> None:
+    """Writes the step's keys k[T, Hk*head_dim] and values v[T, Hk*value_dim] into their pages of `kv`."""
+    page, row = pages[seq, positions // PAGE], positions % PAGE
+    t, heads = len(positions), shape.kv_heads
+    kv[page, 0, :, row, : shape.head_dim] = k.reshape(t, heads, shape.head_dim)
+    kv[page, 1, :, row, : shape.value_dim] = v.reshape(t, heads, shape.value_dim)
+
+
+def attention(
+    kv: F32, shape: Shape, q: Array, positions: I64, seq: I64, pages: I64, sinks: Array | None = None
+) -> F32:
+    """q[T, Hq*head_dim] → [T, Hq*value_dim]: each token attends to the written keys of its sequence.
+
+    causal: to positions p ≤ its own; otherwise to every position up to the largest that its
+    sequence has in this step. window > 0: only to p > own − window. Scores are q·k·scale, then
+    softcap·tanh(score/softcap) when softcap > 0; softmax in f32. Query head h reads key head
+    h // (Hq/Hk). sinks[Hq]: one more logit per head, which takes probability but has no value.
+    """
+    out = np.zeros((len(positions), shape.heads * shape.value_dim), np.float32)
+    for s in np.unique(seq):
+        tokens = np.flatnonzero(seq == s)
+        length = int(positions[tokens].max()) + 1
+        table = kv[pages[s, : -(-length // PAGE)]]  # [pages, 2, Hk, 16, D]
+        rows = table.transpose(1, 2, 0, 3, 4).reshape(2, shape.kv_heads, -1, kv.shape[-1])[:, :, :length]
+        keys, values = rows[0, ..., : shape.head_dim], rows[1, ..., : shape.value_dim]
+        mask = visible(positions[tokens], np.arange(length), shape)
+        out[tokens] = attend(real(q[tokens]), keys, values, mask, shape, sinks)
+    return out
+
+
+def visible(own: I64, keys: I64, shape: Shape) -> Array:
+    """bool [tokens, keys]: which key positions a token at position `own` may see."""
+    distance = own[:, None] - keys
+    mask = distance >= 0 if shape.causal else np.full(distance.shape, True)
+    return mask & (distance < shape.window) if shape.window > 0 else mask
+
+
+def attend(q: F32, keys: F32, values: F32, mask: Array, shape: Shape, sinks: Array | None) -> F32:
+    """q[t, Hq*d], keys[Hk, L, d], values[Hk, L, dv], mask[t, L] → [t, Hq*dv]."""
+    t, group = len(q), shape.heads // shape.kv_heads
+    grouped = q.reshape(t, shape.kv_heads, group, shape.head_dim).transpose(1, 2, 0, 3)  # Hk, G, t, d
+    scores = (grouped @ keys[:, None].swapaxes(-1, -2)) * np.float32(shape.scale)
+    if shape.softcap > 0:
+        scores = np.float32(shape.softcap) * np.tanh(scores / np.float32(shape.softcap))
+    scores = np.where(mask, scores, np.float32(-np.inf))
+    sink = np.full((shape.kv_heads, group, 1, 1), -np.inf, np.float32)
+    if sinks is not None:
+        sink = real(sinks).reshape(sink.shape)
+    top = np.maximum(scores.max(axis=-1, keepdims=True), sink)
+    weights = np.exp(scores - top)
+    weights = weights / (weights.sum(axis=-1, keepdims=True) + np.exp(sink - top))
+    mixed = weights @ values[:, None]  # Hk, G, t, dv
+    return mixed.transpose(2, 0, 1, 3).reshape(t, -1)

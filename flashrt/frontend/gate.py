@@ -1,0 +1,220 @@
+"""The safety gate: a model whose tokens influence each other outside attention is refused, never run.
+
+flashrt runs several sequences flat in one batch, so everything but attention
+must act on each token alone. Some models export cleanly and break this (a
+convolution over tokens, frequencies taken from the longest position). So a
+small model of the same class, with random parameters, is traced and tried:
+
+- with attention replaced by a function of one token, `f(x[rows]) == f(x)[rows]`, and each token alone. In
+  float64, where rounding stays under 1e-9 and a leak doesn't; at positions spread over the whole context,
+  since some leaks begin late; the replacement sees rotations, so wrong RoPE shows too;
+- with attention as flashrt defines it, the logits equal transformers' own for a sequence longer than the window;
+- every layer has an attention site.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+from flashrt import knobs
+from flashrt.errors import UnsupportedModel
+from flashrt.frontend import hooks, lm, rope, shrink, trace
+
+ROW_TOLERANCE = 1e-6  # of the largest logit, in float64
+LOGIT_TOLERANCE = 1e-3  # of the largest logit; transformers computes in float32
+TOKENS = 13
+SEQUENCE = 20
+
+Attention = Callable[..., torch.Tensor]
+
+
+def check(config: Any, context: int) -> None:
+    """Passes silently, or raises UnsupportedModel with the reason. The verdict is kept on disk."""
+    small = shrink.shrink(config)
+    path = _verdicts() / f"{_key(small, context)}.json"
+    reason = _known(path)
+    if reason is None:
+        reason = judge(small, context)
+        _remember(path, small.model_type, reason)
+    if reason:
+        raise UnsupportedModel(
+            f"{config.model_type} is refused: {reason}",
+            hint="flashrt runs models whose only link between tokens is attention",
+        )
+
+
+def judge(config: Any, context: int) -> str:
+    """Why a model of this (small) configuration can't be run, or ""."""
+    try:
+        model = lm.build(config, "cpu", context)
+        _randomise(model)
+        program = lm.export(model, "cpu")
+    except UnsupportedModel as error:
+        return error.what
+    return (
+        _sites(program, int(config.num_hidden_layers))
+        or _rows(program, int(config.vocab_size), min(context, config.max_position_embeddings or context))
+        or _logits(program, model, int(config.vocab_size))
+    )
+
+
+def _randomise(model: torch.nn.Module) -> None:
+    """Fresh models hold zeros and ones, which hide leaks: biases, norms and gates included."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() >= 2:
+                parameter.copy_(noise * (1.4 / parameter.shape[-1] ** 0.5))
+            else:
+                parameter.add_(noise * 0.1)
+
+
+# ---- the three checks: each returns a reason, or "" --------------------------
+def _sites(program: Any, layers: int) -> str:
+    sites = sum(node.target is torch.ops.flashrt.attention.default for node in program.graph.nodes)
+    if sites < layers:
+        return f"{layers - sites} of {layers} layers have no attention that could be hooked"
+    return ""
+
+
+def _rows(program: Any, vocab: int, longest: int) -> str:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, vocab, (TOKENS,), generator=generator)
+    order = torch.randperm(TOKENS, generator=generator)
+    positions = torch.linspace(0, longest - 1, TOKENS).long()[order]
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        return _run(program, _one_token, ids[rows], positions[rows])
+
+    whole = run(torch.arange(TOKENS))
+    some = torch.randperm(TOKENS, generator=generator)[: TOKENS // 2 + 1]
+    tries = [some, *torch.arange(TOKENS).split(1)]
+    worst = max(float((run(rows) - whole[rows]).abs().max()) for rows in tries)
+    leak = worst / max(float(whole.abs().max()), 1e-6)
+    if not leak < ROW_TOLERANCE:
+        return f"its tokens influence each other outside attention (logits differ by {leak:.0e} of the largest)"
+    return ""
+
+
+def _logits(program: Any, model: torch.nn.Module, vocab: int) -> str:
+    ids = torch.randint(3, vocab, (SEQUENCE,), generator=torch.Generator().manual_seed(2))
+    ours = _run(program, _attend, ids, torch.arange(SEQUENCE))
+    hooks.use(model, "eager")
+    with torch.no_grad():
+        theirs = model(input_ids=ids[None], use_cache=False).logits[0].double()
+    error = float((ours - theirs).abs().max() / theirs.abs().max())
+    if not error < LOGIT_TOLERANCE:
+        return f"its logits differ from transformers' by {error:.0e} of the largest: its attention isn't conveyed"
+    return ""
+
+
+# ---- running a program in float64 --------------------------------------------
+def _one_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """A stand-in for attention that sees one token. Not invariant to rotation, else wrong RoPE would cancel."""
+    group = q.shape[1] // k.shape[1]
+    slope = torch.linspace(-1, 1.5, q.shape[-1], dtype=q.dtype)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    a, b = (q * slope).mean(-1, keepdim=True), (k * slope.flip(0)).mean(-1, keepdim=True)
+    return v * (1 + torch.tanh(a) + torch.tanh(b)) + 0.1
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_idx: int, scale: float, window: int,
+    softcap: float, causal: bool, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """What `flashrt::attention` means, for one sequence from its first token."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    query, key = torch.arange(q.shape[0])[:, None], torch.arange(q.shape[0])[None]
+    if causal:
+        scores = scores.masked_fill(key > query, -torch.inf)
+    if window:
+        scores = scores.masked_fill(key <= query - window, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, q.shape[0], 1)], -1)
+    weights = scores.softmax(-1)[..., : q.shape[0]]
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+class _Double(torch.fx.Interpreter):
+    """Runs a graph with every float as float64 and attention as given."""
+
+    def __init__(self, module: torch.fx.GraphModule, attention: Attention) -> None:
+        super().__init__(module)
+        self.attention = attention
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.flashrt.attention.default:
+            return self.attention(*args)
+        if "_assert" in str(target):
+            return None
+        widened = {key: _widen(value) for key, value in kwargs.items()}
+        return super().call_function(target, tuple(_widen(a) for a in args), widened)
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return torch.float64
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.double()
+    return value
+
+
+def _run(program: Any, attention: Attention, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Logits of every token."""
+    held = {**program.state_dict, **program.constants}
+    names = trace.bindings(program)
+    given = iter((ids.int(), positions.int(), torch.arange(len(ids)).int()))
+    places = [n.name for n in program.graph.nodes if n.op == "placeholder"]
+    values = [_widen(held[names[p]].detach()) if p in names else next(given) for p in places]
+    with torch.no_grad():
+        logits: torch.Tensor = _Double(program.graph_module, attention).run(*values)[0]
+    return logits
+
+
+# ---- verdicts on disk --------------------------------------------------------
+def _verdicts() -> Path:
+    folder = knobs.CACHE.get() or Path(platformdirs.user_cache_dir("flashrt"))
+    return folder / "gate"
+
+
+def _key(small: Any, context: int) -> str:
+    """What a verdict depends on: the small configuration, the libraries, and this code."""
+    facts = {k: v for k, v in small.to_dict().items() if k not in ("_name_or_path", "transformers_version", "dtype")}
+    code = [Path(str(m.__file__)).read_bytes() for m in (lm, hooks, rope, shrink)] + [Path(__file__).read_bytes()]
+    text = json.dumps([type(small).__name__, facts, min(context, 1 << 20), version("torch"), version("transformers")],
+                      sort_keys=True, default=str)  # fmt: skip
+    return hashlib.sha256(b"\0".join([text.encode(), *code])).hexdigest()[:32]
+
+
+def _known(path: Path) -> str | None:
+    """The verdict on disk; None when there is none that can be read."""
+    try:
+        reason = json.loads(path.read_text("utf-8"))["reason"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return reason if isinstance(reason, str) else None
+
+
+def _remember(path: Path, model_type: str, reason: str) -> None:
+    """Writes the verdict whole or not at all; a cache that can't be written is no fault."""
+    draft = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps({"model_type": model_type, "reason": reason}), "utf-8")
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,98 @@
+"""GGUF files: header → transformers configuration → traced graph, with weights left where they lie.
+
+Matrices in Q4_0, Q4_1, Q8_0, F32, F16 and BF16 keep their bits in the packed
+layout. Those in other formats (Q5_0, Q5_1, the K-quants, IQ…) are de-quantised
+to f32 when they are read, as the `gguf` package does it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flashrt.errors import ModelError, UnsupportedModel
+from flashrt.frontend import gguf_config
+from flashrt.frontend.bind import bind
+from flashrt.frontend.gguf_header import Header, TensorInfo, read_header
+from flashrt.frontend.gguf_tokenizer import chat_facts
+from flashrt.frontend.imported import Imported
+from flashrt.ir.types import Weight
+from flashrt.weights.index import Tensor, WeightIndex
+from flashrt.weights.source import file_entry
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def load_gguf(path: str | Path, *, context: int | None = None) -> Imported:
+    """A GGUF language model as data: graph, weight index, constants, chat facts. Reads no weights.
+
+    Args:
+        path: the .gguf file.
+        context: the longest sequence, in tokens; the model's own length by default.
+
+    Raises:
+        ModelError: the file is damaged or incomplete; names file and key or tensor.
+        UnsupportedModel: an architecture, tokenizer or setting that isn't supported.
+    """
+    from flashrt.frontend import hf  # torch: only to trace
+
+    header = read_header(path)
+    config = make_config(header)
+    context = hf.longest(config, context)
+    index = weight_index(header)
+    chat = chat_facts(header, context, header.tensor("token_embd.weight").shape[0])
+    graph, constants, _ = hf.trace_config(config, name=_name(header), context=context)
+    graph = bind(graph, index, constants.keys())
+    _refuse_unused(header, graph.weights, index)
+    return Imported(graph, index, constants, chat)
+
+
+def make_config(header: Header) -> Any:
+    """The transformers configuration of the model. Raises ModelError, UnsupportedModel."""
+    from transformers import AutoConfig  # slow to import: only when a model is traced
+
+    values, kind = gguf_config.config_values(header), gguf_config.architecture(header).model_type
+    try:
+        return AutoConfig.for_model(kind, **values)
+    except Exception as error:
+        raise ModelError(f"{header.path}: transformers refuses the configuration: {error}") from error
+
+
+def weight_index(header: Header) -> WeightIndex:
+    """Where each tensor of a Hugging Face checkpoint lies in the file."""
+    arch = gguf_config.architecture(header)
+    heads = header.positive(f"{header.get('general.architecture', str)}.attention.head_count")
+    kv_heads = header.positive(f"{header.get('general.architecture', str)}.attention.head_count_kv", heads)
+    tensors: dict[str, Tensor] = {}
+    for name, fqn in gguf_config.tensor_names(header).items():
+        rotated = {"q_proj": heads, "k_proj": kv_heads}.get(fqn.split(".")[-2], 0) if arch.pairwise else 0
+        shift = arch.norm_shift if fqn.endswith("norm.weight") else 0.0
+        tensors[fqn] = _tensor(header, header.tensors[name], rotated, shift)
+    if _HEAD not in tensors and _EMBEDDING in tensors:
+        tensors[_HEAD] = tensors[_EMBEDDING]  # a tied head isn't stored
+    return WeightIndex((file_entry(header.path),), tensors)
+
+
+def _tensor(header: Header, info: TensorInfo, heads: int, shift: float) -> Tensor:
+    if heads and info.shape[0] % (2 * heads):
+        raise ModelError(
+            f"{header.path}: tensor {info.name} of {info.shape[0]} rows doesn't fit {heads} heads"
+        )
+    return Tensor(
+        info.name, 0, info.offset, info.bytes, info.format, info.shape, rope_heads=heads, shift=shift
+    )
+
+
+def _name(header: Header) -> str:
+    return header.path.name.removesuffix(".gguf")
+
+
+def _refuse_unused(header: Header, weights: tuple[Weight, ...], index: WeightIndex) -> None:
+    """A tensor that the graph leaves out (a bias, say) would make every token wrong."""
+    used = {index.tensors[s].name for w in weights for s in w.sources if s in index.tensors}
+    unused = [t.name for t in index.tensors.values() if t.name not in used]
+    if unused:
+        raise UnsupportedModel(
+            f"{header.path}: tensor {unused[0]} isn't used by the model that transformers builds",
+            hint="use the model's Hugging Face folder",
+        )

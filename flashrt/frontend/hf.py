@@ -1,0 +1,170 @@
+"""A Hugging Face model (folder or repository id) → graph, weight index, chat facts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashrt.errors import ModelError, UnsupportedModel
+from flashrt.frontend import gate, hub, lm, safetensors
+from flashrt.frontend.bind import bind, select
+from flashrt.frontend.chat_facts import read_chat, read_json
+from flashrt.frontend.imported import Imported
+from flashrt.ir.logical import Graph
+from flashrt.weights.index import WeightIndex
+
+ATTENDING = {"full_attention", "sliding_attention"}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def load_hf(folder_or_repo: str, *, context: int | None = None) -> Imported:
+    """Reads a model folder, or downloads a repository and reads that.
+
+    context: the longest sequence in tokens (the model's own limit when None).
+
+    Raises:
+        ModelError: a file is missing, damaged or doesn't fit the others.
+        UnsupportedModel: the model has something flashrt can't run; the message names it.
+    """
+    folder = Path(folder_or_repo).expanduser()
+    if not folder.is_dir():
+        if folder_or_repo.count("/") != 1 or folder_or_repo.startswith((".", "/", "~")):
+            raise ModelError(f"{folder_or_repo} isn't a folder", hint="give a model folder or a repository id (org/name)")
+        folder = hub.fetch(folder_or_repo)
+    raw = _raw_config(folder)
+    config = read_config(folder)
+    index = _index(folder)
+    length = longest(config, context)
+    chat = read_chat(folder, raw, length)
+    traced = trace_checked(config, name=_title(folder_or_repo), context=length)
+    index = select(
+        traced.graph, index, constants=traced.constants, prefix=traced.prefix,
+        aliases=traced.aliases, transposed=traced.transposed,
+    )  # fmt: skip
+    return Imported(bind(traced.graph, index, traced.constants), index, traced.constants, chat)
+
+
+def _title(model: str) -> str:
+    return Path(model).expanduser().absolute().name
+
+
+def trace_checked(config: Any, *, name: str, context: int) -> lm.Traced:
+    """Refuses what is known not to work, passes the safety gate, and traces."""
+    refuse_known(config)
+    gate.check(config, context)
+    return lm.trace_model(config, name=name, context=context)
+
+
+def trace_config(
+    config: Any, *, name: str, context: int
+) -> tuple[Graph, Mapping[str, NDArray[np.generic]], Mapping[str, str]]:
+    """A transformers configuration → raw graph, constants, and weight name → its name in a checkpoint.
+
+    Matrices have no layout yet: `bind` sets it from a weight index.
+
+    Raises:
+        UnsupportedModel: the model has something flashrt can't run; the message names it.
+    """
+    traced = trace_checked(config, name=name, context=context)
+    return traced.graph, traced.constants, {w.name: w.sources[0] for w in traced.graph.weights}
+
+
+# ---- configuration -----------------------------------------------------------
+def _raw_config(folder: Path) -> dict[str, Any]:
+    raw = read_json(folder / "config.json")
+    if not raw:
+        raise ModelError(f"{folder / 'config.json'} is missing or empty", hint="give a whole model folder")
+    if "model_type" not in raw:
+        raise ModelError(f"{folder / 'config.json'} has no model_type")
+    quantised = raw.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else "?"
+        raise UnsupportedModel(
+            f"the checkpoint is quantised with {method}", hint="use the original checkpoint, or a GGUF file"
+        )
+    return raw
+
+
+def read_config(folder: Path) -> Any:
+    """The folder's configuration as transformers' object; of a multimodal model, its text part.
+
+    Raises:
+        UnsupportedModel: transformers doesn't know the type, or has no causal language model of it.
+        ModelError: config.json is missing or damaged.
+    """
+    from transformers import AutoConfig  # slow to import: only when a model is traced
+
+    known_type(str(_raw_config(folder)["model_type"]))
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # whatever a configuration class makes of wrong values
+        raise ModelError(f"{folder / 'config.json'} isn't a valid configuration: {error}") from None
+    text = config.get_text_config()
+    if text is not config:
+        known_type(text.model_type)
+    return text
+
+
+def known_type(name: str) -> None:
+    """Raises UnsupportedModel unless transformers has a causal language model of that type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
+
+    if name not in known:
+        near = difflib.get_close_matches(name, list(known), n=5, cutoff=0.5)
+        raise UnsupportedModel(
+            f"model type {name!r} isn't a causal language model that transformers knows",
+            hint=f"{len(known)} types are known" + (f"; close to it: {', '.join(near)}" if near else ""),
+        )
+
+
+def longest(config: Any, context: int | None) -> int:
+    """The longest sequence in tokens: as asked, within the model's own limit.
+
+    Raises:
+        ModelError: it's out of range, or the model has no limit of its own and none was given.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    if context is None and not isinstance(limit, int):
+        raise ModelError(f"the configuration of this {config.model_type} has no max_position_embeddings", hint="give a context length")
+    if context is None:
+        return int(limit)  # type: ignore[arg-type]
+    if context < 1 or (isinstance(limit, int) and context > limit):
+        raise ModelError(f"a context of {context} tokens is out of range: this model takes 1 to {limit}")
+    return context
+
+
+def refuse_known(config: Any) -> None:
+    """Raises UnsupportedModel, with the reason, for what is known not to work before anything is built."""
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{kind} is an encoder and decoder; flashrt runs decoder-only models")
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENDING)
+    if other:
+        raise UnsupportedModel(f"{kind} has layers of kind {', '.join(other)}; supported: {', '.join(sorted(ATTENDING))}")
+    experts = max((n for n in (getattr(config, e, None) for e in EXPERTS) if isinstance(n, int)), default=0)
+    if experts > 1:
+        raise UnsupportedModel(f"{kind} routes tokens to {experts} experts, which isn't supported yet")
+
+
+# ---- weights -----------------------------------------------------------------
+def _index(folder: Path) -> WeightIndex:
+    shards = folder / "model.safetensors.index.json"
+    if shards.is_file():
+        names = read_json(shards).get("weight_map")
+        if not isinstance(names, dict):
+            raise ModelError(f"{shards} has no weight_map")
+        return safetensors.read_index([folder / n for n in sorted({str(v) for v in names.values()})])
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return safetensors.read_index(files)
+    if any(folder.glob("*.bin")):
+        raise UnsupportedModel(
+            f"{folder} has its weights in PyTorch's pickle format only",
+            hint="convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)",
+        )
+    raise ModelError(f"{folder} has no *.safetensors", hint="download the whole model")

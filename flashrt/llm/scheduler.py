@@ -1,0 +1,246 @@
+"""Which tokens of which sequences go into the next step.
+
+Continuous batching: every step takes one token of each sequence that decodes,
+oldest first, then fills its token budget with chunks of prompts. A sequence is
+admitted when its known tokens have pages; pages for later tokens are taken as
+they come. When none is free, the youngest running sequence gives up its own and
+is computed again later: sampling depends on seed and position alone, so its
+tokens stay the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashrt.errors import KnobError
+from flashrt.llm.kv import EMPTY, OutOfPages, PagePool, Table, pages_for
+from flashrt.llm.request import Sampling, Sequence
+
+Array = NDArray[np.generic]
+I32 = NDArray[np.int32]
+GREEDY = Sampling()
+NO_HISTORY = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Consecutive tokens of one request in a step.
+
+    tokens: i32 ids of positions start … end-1. draws: whether a token is drawn after the last.
+    history: i32, every token up to end where the repetition penalty needs them, else empty.
+    """
+
+    request: str
+    tokens: I32
+    start: int
+    table: Table
+    sampling: Sampling
+    seed: int
+    draws: bool
+    history: I32
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One call of the model: parts of several sequences, flat, one after the other. Never empty."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def requests(self) -> tuple[str, ...]:
+        return tuple(p.request for p in self.parts)
+
+    @property
+    def drawing(self) -> tuple[Part, ...]:
+        """The parts that draw a token, in the order of the model's rows."""
+        return tuple(p for p in self.parts if p.draws)
+
+    def inputs(self) -> dict[str, Array]:
+        """The model's inputs: see `tokens_of` for T, `sampling_of` for N and pages i32[S,M]."""
+        lengths = [len(p.tokens) for p in self.parts]
+        ends = np.cumsum(lengths)
+        last = [end - 1 for part, end in zip(self.parts, ends, strict=True) if part.draws]
+        return {
+            "ids": np.concatenate([p.tokens for p in self.parts]),
+            "positions": np.concatenate([np.arange(p.start, p.end, dtype=np.int32) for p in self.parts]),
+            "seq": np.repeat(np.arange(len(self.parts), dtype=np.int32), lengths),
+            "pages": self._pages(),
+            # a step that draws nothing still has one row, whose token nobody reads
+            "rows": np.array(last or [ends[-1] - 1], np.int32),
+            **self._sampling(),
+        }
+
+    def symbols(self) -> dict[str, int]:
+        """The sizes of this step; C is its longest context."""
+        rows = self.drawing
+        return {
+            "T": sum(len(p.tokens) for p in self.parts),
+            "N": max(1, len(rows)),
+            "S": len(self.parts),
+            "M": max(pages_for(p.end) for p in self.parts),
+            "C": max(p.end for p in self.parts),
+            "H": history_size(max((len(p.history) for p in rows), default=0)),
+        }
+
+    def one_line(self) -> str:
+        """`a[0:512] b[17]+ c[80]+`: positions of each request; + where a token is drawn."""
+        return " ".join(
+            f"{p.request}[{p.start}{f':{p.end}' if len(p.tokens) > 1 else ''}]{'+' * p.draws}"
+            for p in self.parts
+        )
+
+    def _pages(self) -> I32:
+        pages = np.zeros((len(self.parts), max(pages_for(p.end) for p in self.parts)), np.int32)
+        for row, part in zip(pages, self.parts, strict=True):
+            used = part.table.row[: pages_for(part.end)]
+            row[: len(used)] = used
+        return pages
+
+    def _sampling(self) -> dict[str, Array]:
+        rows = self.drawing
+        how = [p.sampling for p in rows] or [GREEDY]
+        history = np.full((len(how), self.symbols()["H"]), -1, np.int32)
+        for row, part in zip(history, rows, strict=False):
+            row[: len(part.history)] = part.history
+        return {
+            "temperature": np.array([s.temperature for s in how], np.float32),
+            "top_k": np.array([s.top_k for s in how], np.int32),
+            "top_p": np.array([s.top_p for s in how], np.float32),
+            "min_p": np.array([s.min_p for s in how], np.float32),
+            "penalty": np.array([s.penalty for s in how], np.float32),
+            "seed": np.array([p.seed for p in rows] or [0], np.int64),
+            "draw": np.array([p.end for p in rows] or [0], np.int64),
+            "history": history,
+        }
+
+
+def history_size(tokens: int) -> int:
+    """Columns of `history` for that many tokens: a power of two, so that few sizes occur."""
+    return 1 << (tokens - 1).bit_length() if tokens > 1 else 1
+
+
+def largest(context: int, max_tokens_per_step: int, max_sequences: int) -> Mapping[str, int]:
+    """The largest value each symbol of a step can have: what memory must be sized for."""
+    rows = min(max_sequences, max_tokens_per_step)
+    return {
+        "T": max_tokens_per_step,
+        "N": rows,
+        "S": rows,
+        "M": pages_for(context),
+        "C": context,
+        "H": history_size(context),
+    }
+
+
+class Scheduler:
+    """Keeps the waiting and the running sequences, and what pages they hold.
+
+    max_tokens_per_step: the T of a step at most. max_sequences: how many run at once at most.
+    Waiting sequences are admitted in the order they came; running ones stand oldest first.
+    Raises KnobError for limits below 1.
+    """
+
+    def __init__(self, max_tokens_per_step: int, max_sequences: int, pool: PagePool) -> None:
+        for name, value in (("max_tokens_per_step", max_tokens_per_step), ("max_sequences", max_sequences)):
+            if value < 1:
+                raise KnobError(f"{name}={value}: expected a whole number, 1 or more")
+        self.max_tokens_per_step, self.max_sequences, self.pool = max_tokens_per_step, max_sequences, pool
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def admit(self, sequence: Sequence) -> None:
+        """Queues it; it runs once there are pages and a place."""
+        assert pages_for(sequence.known + sequence.limit - 1) <= self.pool.total, sequence.id
+        self.waiting.append(sequence)
+
+    def retire(self, sequence: Sequence) -> None:
+        """Takes it out, waiting or running, finished or not, and frees its pages."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._free(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def next_step(self) -> Step | None:
+        """The next step, or None when nothing is in work. Change nothing until `complete`."""
+        self._start_waiting()
+        parts, budget = [], self.max_tokens_per_step
+        decoding = [s for s in self.running if s.todo == 1]
+        for sequence in decoding:
+            if budget and self._grow(sequence):
+                parts.append(_part(sequence, 1))
+                budget -= 1
+        for sequence in self.running:
+            if budget and sequence.todo > 1:
+                parts.append(_part(sequence, min(sequence.todo, budget)))
+                budget -= len(parts[-1].tokens)
+        assert parts or self.idle, "work that can never run"
+        return Step(tuple(parts)) if parts else None
+
+    def complete(self, step: Step) -> tuple[Sequence, ...]:
+        """Marks the step's tokens as computed. The sequences that draw, in the order of its rows."""
+        by_id = {s.id: s for s in self.running}
+        for part in step.parts:
+            by_id[part.request].computed = part.end
+        return tuple(by_id[p.request] for p in step.drawing)
+
+    def _start_waiting(self) -> None:
+        while self.waiting and len(self.running) < self.max_sequences:
+            first = self.waiting[0]
+            # A page to spare for each that runs already: else the newcomer would soon be thrown out again.
+            if self.running and pages_for(first.known) + len(self.running) > self.pool.free:
+                return
+            table = self.pool.grow(EMPTY, first.known)
+            if isinstance(table, OutOfPages):
+                return
+            first.table = table
+            self.running.append(self.waiting.popleft())
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Room for its known tokens, at the cost of the youngest. False when that is itself."""
+        while sequence in self.running:
+            table = self.pool.grow(sequence.table, sequence.known)
+            if not isinstance(table, OutOfPages):
+                sequence.table = table
+                return True
+            self._preempt(self.running[-1])
+        return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free(sequence)
+        sequence.preempted += 1
+        self.waiting.appendleft(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        self.pool.give_back(sequence.table.pages)
+        sequence.table, sequence.computed = EMPTY, 0
+
+
+def _part(sequence: Sequence, count: int) -> Part:
+    start, end = sequence.computed, sequence.computed + count
+    draws = end == sequence.known
+    penalised = draws and sequence.request.sampling.penalty != 1
+    return Part(
+        sequence.id,
+        sequence.tokens(start, end),
+        start,
+        sequence.table,
+        sequence.request.sampling,
+        sequence.seed,
+        draws,
+        sequence.tokens(0, end) if penalised else NO_HISTORY,
+    )

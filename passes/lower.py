@@ -1,0 +1,310 @@
+"""From the physical graph to micro-instructions: right first, strictly serial, nothing reused.
+
+Every value gets a slot of its own, every weight is loaded directly before its first use
+and evicted directly after its last one, and everything of a device runs in its lane
+"compute", copies to other devices in the source's lane "copy_out".
+
+    %y = linear(%x,@w,@b) {bias=true} numerics="act=i8/32 …"  →  quantize %x → %xq
+                                                                 prefetch w, prefetch b
+                                                                 bias b
+                                                                 dispatch linear.q4.16x32+bias(%xq,@w) → %y
+                                                                 evict w, evict b
+    %y = merge(%y#0,%y#1@cpu:0)   →  nothing: dispatch and transfer write %y[0:s3] and %y[s3:N]
+    %y = attention(%q,%k,%v,…)    →  dispatch kv_write(%k,%v,…), dispatch attention(%q,…)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from flashrt.ir import micro, physical
+from flashrt.ir.bounds import Bounds
+from flashrt.ir.ops import EXACT
+from flashrt.ir.order import COMPUTE
+from flashrt.ir.types import DTYPES, Dim, Output, TensorType, Weight, ceildiv
+from flashrt.layouts import BLOCK, LAYOUTS
+from flashrt.machine import Machine
+from flashrt.passes.cost import block_bytes, kernel_of, settings
+from flashrt.passes.place import weight_road
+from flashrt.passes.strided import input_takes_range
+from flashrt.passes.ticks import synchronise
+
+COPY_OUT = "copy_out"
+
+# of an op split by channels: the inputs of which it takes the same channels
+_BY_CHANNEL: Mapping[str, Callable[[int], bool]] = {
+    **dict.fromkeys(("gated", "add", "mul"), lambda i: True),
+    **dict.fromkeys(("activation", "scale", "softcap", "rope", "rms_norm"), lambda i: i == 0),
+    "linear": lambda i: i > 0,
+}
+
+
+def lower(graph: physical.Graph, machine: Machine | None = None) -> micro.Stream:
+    """The serial stream. machine: gives the estimates of loading weights; without it they are 0."""
+    return synchronise(_Lowering(graph, machine).stream())
+
+
+@dataclass(slots=True)
+class _Group:
+    """Instructions that use the same blocks; rows used of each block, by name."""
+
+    device: str
+    instrs: list[micro.Instr]
+    rows: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+class _Lowering:
+    """The state of one lowering: slots handed out so far and instructions emitted so far."""
+
+    def __init__(self, graph: physical.Graph, machine: Machine | None) -> None:
+        self._graph, self._machine = graph, machine
+        self._bounds = Bounds.of(graph)
+        self._nodes = {n.name: n for n in graph.nodes}
+        self._inputs = {i.name: i.type for i in graph.inputs}
+        self._weights = {w.name: w for w in graph.weights}
+        self._outputs = [o.value.removeprefix("%") for o in graph.outputs]
+        self._merged = _parts_in_place(graph, self._outputs)
+        self._slots: list[micro.Slot] = []
+        self._homes: dict[tuple[str, str], int] = {}  # (value or input, device) → slot
+        self._quantised: dict[tuple[str, micro.SlotRef], micro.SlotRef] = {}
+        self._groups: list[_Group] = []
+
+    def stream(self) -> micro.Stream:
+        """Lowers all nodes; ticks are still missing."""
+        for node in self._graph.nodes:
+            self._node(node)
+        outputs = tuple(Output(o.name, self._output(v)) for o, v in zip(self._graph.outputs, self._outputs, strict=True))
+        blocks = self._blocks()
+        g = self._graph
+        return micro.Stream(
+            name=g.name, symbols=g.symbols, splits=g.splits, inputs=g.inputs, weights=g.weights,
+            states=g.states, slots=tuple(self._slots), blocks=tuple(blocks.values()),
+            instrs=tuple(self._loaded(blocks)), outputs=outputs,
+        )  # fmt: skip
+
+    # ---- slots ---------------------------------------------------------------
+    def _slot(self, device: str, type: TensorType, input: str = "") -> int:
+        self._slots.append(micro.Slot(len(self._slots), device, type, input=input))
+        return len(self._slots) - 1
+
+    def _home(self, value: str, device: str) -> micro.SlotRef:
+        """Where a value lies on a device: its own slot, or its channels of the slot it is merged in."""
+        merge = self._merged.get(value)
+        if merge is not None:
+            whole = self._home(merge.name, device)
+            return micro.SlotRef(whole.slot, *_channels(self._nodes[value], merge))
+        if (value, device) not in self._homes:
+            if value in self._inputs:
+                slot = self._slot(device, self._inputs[value], value)
+            else:
+                slot = self._slot(device, self._nodes[value].type)
+            self._homes[value, device] = slot
+        return micro.SlotRef(self._homes[value, device])
+
+    def _output(self, value: str) -> str:
+        node = self._nodes.get(value)
+        device = node.device if node else self._graph.nodes[0].device
+        ref = self._home(value, device)
+        if node is not None and node.op == "transfer":
+            # a step is over when the compute lanes are, so one of them has to hand the value over
+            ref = self._copied(node, ref)
+        return f"%{ref.slot}"
+
+    def _copied(self, node: physical.Node, src: micro.SlotRef) -> micro.SlotRef:
+        dst = micro.SlotRef(self._slot(node.device, node.type))
+        self._view(node, src, dst)
+        return dst
+
+    def _view(self, node: physical.Node, src: micro.SlotRef, dst: micro.SlotRef) -> None:
+        copy = micro.Dispatch(
+            device=node.device, lane=COMPUTE, kernel="view", args=(src,), dst=dst, numerics=node.numerics,
+            bytes=node.type.bytes * 2, node=node.name,
+        )  # fmt: skip
+        self._groups.append(_Group(node.device, [copy]))
+
+    # ---- nodes ---------------------------------------------------------------
+    def _node(self, node: physical.Node) -> None:
+        match node.op:
+            case "transfer":
+                self._transfer(node)
+            case "merge":
+                for part in node.inputs:
+                    if self._merged.get(part[1:]) is not node:
+                        whole = self._home(node.name, node.device)
+                        into = micro.SlotRef(whole.slot, *_channels(self._nodes[part[1:]], node))
+                        self._view(self._nodes[part[1:]], self._home(part[1:], node.device), into)
+            case "attention":
+                self._attention(node)
+            case "linear":
+                self._linear(node)
+            case _:
+                self._dispatch(node, [self._arg(node, i) for i in range(len(node.inputs))])
+
+    def _transfer(self, node: physical.Node) -> None:
+        source = self._nodes[node.inputs[0][1:]]
+        copy = micro.Transfer(
+            device=source.device, lane=COPY_OUT, src=self._home(source.name, source.device),
+            dst=self._home(node.name, node.device), to=node.device,
+            bytes=node.bytes, est=node.est, node=node.name,
+        )  # fmt: skip
+        self._groups.append(_Group(source.device, [copy]))
+
+    def _attention(self, node: physical.Node) -> None:
+        q, k, v, positions, seq, pages, *sinks = [self._arg(node, i) for i in range(len(node.inputs))]
+        moved = 2 * (self._type(node.inputs[1]).bytes + self._type(node.inputs[2]).bytes)
+        write = micro.Dispatch(
+            device=node.device, lane=COMPUTE, kernel="kv_write", args=(k, v, positions, seq, pages),
+            attrs=node.attrs, numerics=EXACT, writes=node.writes, bytes=moved, node=node.name,
+        )  # fmt: skip
+        self._groups.append(_Group(node.device, [write]))
+        self._dispatch(node, [q, positions, seq, pages, *sinks], writes=())
+
+    def _linear(self, node: physical.Node) -> None:
+        args = [self._arg(node, i) for i in range(len(node.inputs))]
+        before: list[micro.Instr] = []
+        if node.attr("bias"):
+            bias = args.pop(2)
+            assert isinstance(bias, micro.BlockRef), node.name
+            before = [micro.Bias(device=node.device, lane=COMPUTE, block=bias, node=node.name)]
+        scheme = settings(node.numerics).get("act", "")
+        if scheme.startswith("i8/") and isinstance(args[0], micro.SlotRef):
+            args[0] = self._quantise(node, args[0], scheme)
+        self._dispatch(node, args, before)
+
+    def _quantise(self, node: physical.Node, src: micro.SlotRef, scheme: str) -> micro.SlotRef:
+        """The quantised form of a slot, made once for all products that take it."""
+        if (node.device, src) not in self._quantised:
+            type = self._type(node.inputs[0])
+            *rows, k = type.shape
+            small = TensorType("u8", (*rows, k + ceildiv(k, BLOCK) * 4))
+            dst = micro.SlotRef(self._slot(node.device, small))
+            instr = micro.Quantize(
+                device=node.device, lane=COMPUTE, src=src, dst=dst, scheme=scheme,
+                bytes=type.bytes + small.bytes, node=node.name,
+            )  # fmt: skip
+            self._groups.append(_Group(node.device, [instr]))
+            self._quantised[node.device, src] = dst
+        return self._quantised[node.device, src]
+
+    def _dispatch(
+        self,
+        node: physical.Node,
+        args: list[micro.Arg],
+        before: list[micro.Instr] | None = None,
+        writes: tuple[str, ...] | None = None,
+    ) -> None:
+        instr = micro.Dispatch(
+            device=node.device, lane=COMPUTE, kernel=kernel_of(node, self._weights), args=tuple(args),
+            dst=self._home(node.name, node.device), attrs=node.attrs, numerics=node.numerics,
+            reads=node.reads, writes=node.writes if writes is None else writes,
+            est=node.est, bytes=node.bytes, flops=node.flops, node=node.name,
+        )  # fmt: skip
+        group = _Group(node.device, [*(before or ()), instr])
+        for index, name in enumerate(node.inputs):
+            if name[0] == "@":
+                group.rows[name[1:]] = self._rows(node, index)
+        if node.op == "attention":
+            group.rows = {n: r for n, r in group.rows.items() if micro.BlockRef(n) in args}
+        self._groups.append(group)
+
+    # ---- arguments -------------------------------------------------------------
+    def _type(self, name: str) -> TensorType:
+        if name[0] == "@":
+            return self._weights[name[1:]].type
+        node = self._nodes.get(name[1:])
+        return node.type if node else self._inputs[name[1:]]
+
+    def _arg(self, node: physical.Node, index: int) -> micro.Arg:
+        """Input `index` of a node; of an input that isn't split like the node, the node's channels."""
+        name = node.inputs[index]
+        shard = node.shard if self._by_channel(node, index) else None
+        if name[0] == "@":
+            return micro.BlockRef(name[1:], *((shard.lo, shard.hi) if shard else ()))
+        ref = self._home(name[1:], node.device)
+        source = self._nodes.get(name[1:])
+        if shard is None or (source is not None and source.shard == shard):
+            return ref
+        base = source.shard.lo if source is not None and source.shard else 0
+        base = (ref.lo or 0) - base
+        return micro.SlotRef(ref.slot, base + shard.lo, base + shard.hi)
+
+    def _by_channel(self, node: physical.Node, index: int) -> bool:
+        takes = _BY_CHANNEL.get(node.op)
+        shape = self._type(node.inputs[index]).shape
+        return takes is not None and takes(index) and shape not in ((), (1,))
+
+    def _rows(self, node: physical.Node, index: int) -> tuple[int, int]:
+        """Rows of a weight that a node uses at any position of the splits, in whole row groups."""
+        weight = self._weights[node.inputs[index][1:]]
+        n = weight.type.shape[0] if weight.type.shape else 1
+        assert isinstance(n, int), weight
+        if node.shard is None or not self._by_channel(node, index):
+            return 0, n
+        group = LAYOUTS[weight.layout].rows if len(weight.type.shape) == 2 and weight.layout else 1
+        lo = math.floor(self._bounds.interval(node.shard.lo)[0])
+        hi = math.ceil(self._bounds.interval(node.shard.hi)[1])
+        return lo // group * group, min(n, -(-hi // group) * group)
+
+    # ---- weights -----------------------------------------------------------------
+    def _blocks(self) -> dict[tuple[str, str], micro.Block]:
+        """What each device keeps of each weight: the rows that any of its uses may need."""
+        rows: dict[tuple[str, str], tuple[int, int]] = {}
+        for group in self._groups:
+            for name, (lo, hi) in group.rows.items():
+                low, high = rows.get((name, group.device), (lo, hi))
+                rows[name, group.device] = min(lo, low), max(hi, high)
+        return {
+            (name, device): micro.Block(name, device, lo, hi, block_bytes(self._weights[name], lo, hi))
+            for (name, device), (lo, hi) in rows.items()
+        }
+
+    def _loaded(self, blocks: Mapping[tuple[str, str], micro.Block]) -> Iterator[micro.Instr]:
+        """All instructions, each block loaded directly before its first use and evicted after its last."""
+        last = {(name, g.device): i for i, g in enumerate(self._groups) for name in g.rows}
+        loaded: set[tuple[str, str]] = set()
+        for i, group in enumerate(self._groups):
+            keys = [(name, group.device) for name in group.rows]
+            for key in keys:
+                if key not in loaded:
+                    loaded.add(key)
+                    yield self._prefetch(blocks[key])
+            yield from group.instrs
+            for name, device in keys:
+                if last[name, device] == i:
+                    yield micro.Evict(device=device, lane=COMPUTE, block=name)
+
+    def _prefetch(self, block: micro.Block) -> micro.Prefetch:
+        est = 0.0
+        if self._machine is not None:
+            link = self._machine.link(*weight_road(self._machine.device(block.device), self._machine))
+            est = float(f"{link.latency.value + block.bytes / link.rate.value * 1e6:.4g}")
+        return micro.Prefetch(device=block.device, lane=COMPUTE, block=block.name, bytes=block.bytes, est=est)
+
+
+def _channels(part: physical.Node, merge: physical.Node) -> tuple[Dim, Dim]:
+    """The channels of a merged value that one part makes."""
+    assert part.shard is not None, f"{part.name} is merged but has no shard range"
+    base = merge.shard.lo if merge.shard else 0
+    return part.shard.lo - base, part.shard.hi - base
+
+
+def _parts_in_place(graph: physical.Graph, outputs: list[str]) -> dict[str, physical.Node]:
+    """Parts that are made where they are merged: value → merge node.
+
+    Not those which another user needs dense, or whose maker writes dense results only.
+    """
+    nodes = {n.name: n for n in graph.nodes}
+    users: dict[str, list[tuple[physical.Node, int]]] = {}
+    for node in graph.nodes:
+        for index, name in enumerate(node.inputs):
+            users.setdefault(name[1:], []).append((node, index))
+    found = {}
+    for name, node in nodes.items():
+        merges = [u for u, _ in users.get(name, ()) if u.op == "merge"]
+        others = [(u, i) for u, i in users.get(name, ()) if u.op != "merge"]
+        dense = node.op == "view" or node.op.startswith("host.") or name in outputs
+        if len(merges) == 1 and not dense and all(input_takes_range(u, i) for u, i in others):
+            found[name] = merges[0]
+    return found

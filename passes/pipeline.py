@@ -1,0 +1,147 @@
+"""The whole compiler: which passes there are, in which order. Read this file first.
+
+    recognise  raw operators → the named operations of flashrt/ir/ops.py
+    fuse       products of one input become one, residuals join their product
+    precision  numerics of every node
+    tag        kinds of device each node may run on
+    cost       time, bytes and flops of every node on every device
+    shard      which nodes may be split, and whether that could pay
+    place      a device for every node                     logical → physical
+    transfer   every edge between devices is a node
+    lower      serial micro-instructions                   physical → micro
+    ------------------------------------------------------ correct up to here; faster from here on
+    prefetch   weights load before they are needed
+    overlap    they load beside the computing
+    elide      weights that fit stay; copies and waits that aren't needed go
+    pack       slots and blocks share memory
+    region     instructions that run as one launch
+
+`elide` stands before `pack` because memory is then laid out once, for what is left:
+a view's slot needs no memory, and the ring is sized for the blocks that still stream.
+
+Passes are plain functions from values to a value. With any subset of those after the
+line left out the stream still computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flashrt.errors import PlanError
+from flashrt.ir import logical, micro, physical
+from flashrt.ir.ops import LINEAR_EXACT
+from flashrt.machine import Machine
+from flashrt.passes.cost import cost
+from flashrt.passes.elide import elide
+from flashrt.passes.fuse import fuse
+from flashrt.passes.lower import lower
+from flashrt.passes.overlap import overlap
+from flashrt.passes.pack import pack
+from flashrt.passes.place import place
+from flashrt.passes.precision import precision
+from flashrt.passes.prefetch import prefetch
+from flashrt.passes.recognise import recognise
+from flashrt.passes.region import region
+from flashrt.passes.shard import shard
+from flashrt.passes.tag import tag
+from flashrt.passes.transfer import transfer
+
+Check = Callable[[str, object], None]  # called with a pass's name and what it made
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a user may choose.
+
+    numerics, exclude: how products are computed, and which stay exact (see `precision`).
+    devices: ids to choose from (None: all). disabled: performance passes to leave out.
+    window: blocks that loading may run ahead. weight_bytes: what the weights of a device may take, ring
+    included (devices left out: what its budget leaves); variants that are to share their weights need
+    the same.
+    """
+
+    numerics: str = LINEAR_EXACT
+    exclude: tuple[str, ...] = ()
+    devices: tuple[str, ...] | None = None
+    disabled: frozenset[str] = frozenset()
+    window: int = 4
+    weight_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A graph at its three levels. logical: as it was placed."""
+
+    logical: logical.Graph
+    physical: physical.Graph
+    stream: micro.Stream
+
+
+Faster = Callable[[micro.Stream, Options, Mapping[str, int]], micro.Stream]
+PASSES = ("recognise", "fuse", "precision", "tag", "cost", "shard", "place", "transfer", "lower")
+PERFORMANCE: Mapping[str, Faster] = {
+    "prefetch": lambda stream, options, room: prefetch(stream, window=options.window, limits=room),
+    "overlap": lambda stream, options, room: overlap(stream),
+    "elide": lambda stream, options, room: elide(stream, resident_bytes=room),
+    "pack": lambda stream, options, room: pack(stream),
+    "region": lambda stream, options, room: region(stream),
+}
+
+
+def compile_graph(
+    graph: logical.Graph, machine: Machine, options: Options | None = None, *, check: Check | None = None
+) -> Planned:
+    """Plans one variant: the graph for the range of `T` that its symbols declare.
+
+    check: called after each pass, to check laws, dump or time.
+
+    Raises:
+        PlanError: no plan can be made, or an option names nothing known.
+    """
+    options = options or Options()
+    check = check or (lambda name, value: None)
+    if unknown := options.disabled - PERFORMANCE.keys():
+        raise PlanError(
+            f"can't leave out {', '.join(sorted(unknown))}",
+            hint=f"passes that may be left out: {', '.join(PERFORMANCE)}",
+        )
+    for name, rewrite in _rewrites(options):
+        graph = rewrite(graph)
+        check(name, graph)
+    placed = _placed(graph, machine, options, check)
+    stream = lower(placed, machine)
+    check("lower", stream)
+    room = weight_room(placed.budgets) | dict(options.weight_bytes)
+    for name, faster in PERFORMANCE.items():
+        if name not in options.disabled:
+            stream = faster(stream, options, room)
+            check(name, stream)
+    return Planned(graph, placed, stream)
+
+
+def _rewrites(options: Options) -> Sequence[tuple[str, Callable[[logical.Graph], logical.Graph]]]:
+    """The passes on the logical graph."""
+    return (
+        ("recognise", recognise),
+        ("fuse", fuse),
+        ("precision", lambda g: precision(g, numerics=options.numerics, exclude=options.exclude)),
+        ("tag", tag),
+    )
+
+
+def _placed(graph: logical.Graph, machine: Machine, options: Options, check: Check) -> physical.Graph:
+    costs = cost(graph, machine)
+    check("cost", costs)
+    cuts = shard(graph, costs, machine)
+    check("shard", cuts)
+    whole = place(graph, costs, machine, cuts=cuts, devices=options.devices)
+    check("place", whole)
+    placed = transfer(whole, machine)
+    check("transfer", placed)
+    return placed
+
+
+def weight_room(budgets: Sequence[physical.Budget]) -> dict[str, int]:
+    """Bytes that state and activations leave for the weights of each device."""
+    return {b.device: b.limit - b.state - b.activations for b in budgets}

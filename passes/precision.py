@@ -1,0 +1,73 @@
+"""Chooses how each operation is computed, and checks how each weight is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+
+from flashrt.errors import PlanError
+from flashrt.ir import logical
+from flashrt.ir.ops import EXACT, LINEAR_EXACT, LINEAR_I8, OPS
+from flashrt.ir.text import show_node
+from flashrt.ir.types import Weight
+from flashrt.layouts import LAYOUTS
+
+NUMERICS = (LINEAR_EXACT, LINEAR_I8)
+
+
+def precision(
+    graph: logical.Graph, *, numerics: str = LINEAR_EXACT, exclude: Sequence[str] = ()
+) -> logical.Graph:
+    """node, weight → node numerics=…, weight layout=…
+
+    numerics: how linears are computed. With "act=i8/32 acc=f32" those whose weights are
+    quantised round their input to INT8 in blocks of 32; plain weights stay exact.
+    exclude: operations or names, or dotted parts of names (`lm_head`, `layers.0`); linears among them
+    stay exact, and so does a joint linear with such a part.
+
+    Raises:
+        PlanError: unknown numerics, an `exclude` that nothing fits, or a matrix in no known layout.
+    """
+    if numerics not in NUMERICS:
+        raise PlanError(f"unknown numerics {numerics!r}", hint=f"known: {', '.join(map(repr, NUMERICS))}")
+    weights = {f"@{w.name}": _stored(w, graph) for w in graph.weights}
+    exact = _excluded(graph, exclude)
+    nodes = tuple(replace(n, numerics=_numerics(n, weights, numerics, exact)) for n in graph.nodes)
+    return replace(graph, weights=tuple(weights.values()), nodes=nodes)
+
+
+def _numerics(node: logical.Node, weights: Mapping[str, Weight], numerics: str, exact: Set[str]) -> str:
+    if node.op not in OPS:
+        return EXACT
+    if node.op != "linear" or numerics == LINEAR_EXACT:
+        return OPS[node.op].numerics
+    quantised = LAYOUTS[weights[node.inputs[1]].layout].bits > 0
+    return numerics if quantised and node.name not in exact else LINEAR_EXACT
+
+
+def _excluded(graph: logical.Graph, exclude: Sequence[str]) -> set[str]:
+    """Names of the nodes that `exclude` means, and of the linears they are slices of."""
+    found: set[str] = set()
+    for part in exclude:
+        fits = [n for n in graph.nodes if part == n.op or f".{part}." in f".{n.name}."]
+        if not fits:
+            linears = (n.name for n in graph.nodes if n.op == "linear")
+            known = dict.fromkeys(p for name in linears for p in name.split(".") if not p.isdigit())
+            raise PlanError(f"nothing is called {part!r}", hint=f"parts of the linears' names: {', '.join(known)}")
+        found.update(n.name for n in fits)
+        found.update(n.inputs[0][1:] for n in fits if n.op == "slice")
+    return found
+
+
+def _stored(weight: Weight, graph: logical.Graph) -> Weight:
+    """The weight with a known layout: vectors and what isn't a matrix in f32."""
+    if len(weight.type.shape) != 2:
+        return replace(weight, layout="f32")
+    if weight.layout in LAYOUTS:
+        return weight
+    user = next((n for n in graph.nodes if f"@{weight.name}" in n.inputs), None)
+    raise PlanError(
+        f"weight {weight.name!r} has {f'the unknown layout {weight.layout!r}' if weight.layout else 'no layout'}",
+        lines=f"    {show_node(user)}" if user is not None else "",
+        hint=f"layouts: {', '.join(LAYOUTS)}",
+    )

@@ -1,0 +1,82 @@
+"""Loads weights earlier: a prefetch moves up to `window` blocks ahead.
+
+    prefetch a                       prefetch a
+    dispatch … a                     prefetch b      (window 1)
+    evict a                     →    dispatch … a
+    prefetch b                       evict a
+    dispatch … b                     dispatch … b
+    evict b                          evict b
+
+Nothing but the order changes. Blocks are still loaded in the order of their first use,
+and evicted as soon as before, so at most `window` blocks more than needed are loaded.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from flashrt.ir import micro
+
+
+def prefetch(
+    stream: micro.Stream, *, window: int = 4, limits: Mapping[str, int] | None = None
+) -> micro.Stream:
+    """Hoists prefetches. limits: most bytes of loaded blocks of each device; within them
+    only as far ahead as the blocks fit."""
+    queues: dict[str, deque[micro.Prefetch]] = defaultdict(deque)
+    for instr in stream.instrs:
+        if isinstance(instr, micro.Prefetch):
+            queues[instr.device].append(instr)
+    lanes = {d: _Lane(queue, window, (limits or {}).get(d)) for d, queue in queues.items()}
+    instrs: list[micro.Instr] = []
+    for instr in stream.instrs:
+        match instr:
+            case micro.Prefetch():
+                instrs += lanes[instr.device].reach(instr)
+            case micro.Evict():
+                instrs.append(instr)
+                if instr.device in lanes:
+                    lanes[instr.device].free(instr.block)
+            case _:
+                instrs.append(instr)
+    return replace(stream, instrs=tuple(instrs))
+
+
+class _Lane:
+    """The prefetches of one device: which are issued, and what is loaded."""
+
+    def __init__(self, queue: deque[micro.Prefetch], window: int, limit: int | None) -> None:
+        self._left, self._window, self._limit = queue, window, limit
+        self._ahead: deque[micro.Prefetch] = deque()  # issued, and their old place isn't reached
+        self._loaded: dict[str, int] = {}
+
+    def reach(self, due: micro.Prefetch) -> Iterable[micro.Prefetch]:
+        """What to issue at the old place of `due`: `due` if it hasn't been, and those to come."""
+        issued = []
+        if self._ahead:
+            assert self._ahead.popleft() is due
+        else:
+            issued.append(self._issue())
+        while self._left and len(self._ahead) < self._window and self._may_load(self._left[0]):
+            issued.append(self._issue())
+            self._ahead.append(issued[-1])
+        return issued
+
+    def free(self, block: str) -> None:
+        """The block is evicted."""
+        self._loaded.pop(block, None)
+
+    def _issue(self) -> micro.Prefetch:
+        first = self._left.popleft()
+        self._loaded[first.block] = int(first.bytes) if isinstance(first.bytes, int | float) else 0
+        return first
+
+    def _may_load(self, block: micro.Prefetch) -> bool:
+        """Not while it is loaded, while it waits for something, or beyond the limit."""
+        if block.block in self._loaded or block.waits:
+            return False
+        if self._limit is None or not isinstance(block.bytes, int | float):
+            return self._limit is None
+        return sum(self._loaded.values()) + block.bytes <= self._limit
