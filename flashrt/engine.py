@@ -20,7 +20,7 @@ from flashrt.compiler import CompileOptions, Stage, compile_model, plan_key
 from flashrt.errors import ModelError, PlanError, ProgramError, RequestError
 from flashrt.frontend import models
 from flashrt.ir import laws
-from flashrt.ir.types import evaluate
+from flashrt.ir.types import evaluate, size
 from flashrt.llm.chat import Chat
 from flashrt.llm.generate import Completion, Generator
 from flashrt.llm.kv import pages_for
@@ -231,7 +231,8 @@ class LLM:
             pages=pages,
             max_tokens_per_step=self.program.max_tokens,
             max_sequences=most,
-            decode=self.chat.decode,
+            text=self.chat.stream,
+            vocabulary=vocabulary(self.plan),
         )
         self._ids = itertools.count(1)
 
@@ -297,6 +298,12 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def vocabulary(plan: Plan) -> int:
+    """How many token ids the model knows: the columns of its logits."""
+    logits = next(o.value for o in plan.logical.outputs if o.name == "logits")
+    return size(next(n for n in plan.logical.nodes if n.name == logits).type.shape[-1], {})
 
 
 def page_count(plan: Plan, context: int, sequences: int) -> int:

@@ -27,6 +27,7 @@ from flashrt.layouts import LAYOUTS
 from flashrt.machine import Device, Machine
 
 Node = logical.Node | physical.Node
+ALIGN = 64  # bytes: a cache line, and what vector loads want
 LONGEST = "C"  # the symbol that ops.flops uses for the keys an attention looks at
 
 
@@ -52,7 +53,7 @@ class Costs:
 
 def cost(graph: logical.Graph, machine: Machine) -> Costs:
     """Predicts every node on every device of the machine."""
-    types = {v.name: v.type for v in (*graph.inputs, *graph.nodes)}
+    types = {i.name: i.type for i in graph.inputs} | {n.name: n.type for n in graph.nodes}
     weights = {w.name: w for w in graph.weights}
     declared = frozenset(s.name for s in graph.symbols)
     states = {s.name: s.type for s in graph.states}
@@ -138,9 +139,7 @@ def _bytes(
     return moved
 
 
-def _keys_read(
-    node: logical.Node, types: Sequence[TensorType], states: Mapping[str, TensorType]
-) -> Dim:
+def _keys_read(node: logical.Node, types: Sequence[TensorType], states: Mapping[str, TensorType]) -> Dim:
     """Bytes of the keys and values that all sequences of a step look at."""
     kv_heads, head_dim, value_dim = (node.attr(k, 0) for k in ("kv_heads", "head_dim", "value_dim"))
     assert isinstance(kv_heads, int) and isinstance(head_dim, int) and isinstance(value_dim, int)
@@ -155,10 +154,15 @@ def block_bytes(weight: Weight, lo: int = 0, hi: int | None = None) -> int:
     n = shape[0] if shape else 1
     hi = n if hi is None else hi
     if len(shape) == 2:
-        span = LAYOUTS[weight.layout or "f32"].span(lo, hi, shape[1])
+        span: slice[int, int, None] = LAYOUTS[weight.layout or "f32"].span(lo, hi, shape[1])
         return span.stop - span.start
     width = 4 if weight.type.dtype in FLOATS else DTYPES[weight.type.dtype]
     return (hi - lo) * int(_whole(product(shape[1:]))) * width
+
+
+def aligned(nbytes: int) -> int:
+    """The size rounded up to whole cache lines: what it takes in memory."""
+    return -(-nbytes // ALIGN) * ALIGN
 
 
 def _whole(size: Dim) -> int:

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field, replace
 
 from flashrt.ir import micro
 from flashrt.ir.order import COMPUTE, accesses, root_of
-from flashrt.passes.pack import aligned, pack, ring_layout
+from flashrt.ir.types import Dim
+from flashrt.passes.cost import aligned
+from flashrt.passes.pack import pack, ring_layout
 from flashrt.passes.strided import argument_takes_range
 from flashrt.passes.ticks import synchronise
 
@@ -104,8 +106,8 @@ class _Copy:
 
     src: int
     dst: int
-    base: micro.Dim | None
-    width: micro.Dim
+    base: Dim | None
+    width: Dim
 
 
 def _without_copies(stream: micro.Stream) -> micro.Stream:
@@ -181,9 +183,7 @@ def _still(
     return same
 
 
-def _all_take_ranges(
-    slot: int, users: Mapping[int, _Users], instrs: Sequence[micro.Instr]
-) -> bool:
+def _all_take_ranges(slot: int, users: Mapping[int, _Users], instrs: Sequence[micro.Instr]) -> bool:
     return all(
         argument_takes_range(instrs[r], index)
         for r in set(users[slot].readers)

@@ -17,6 +17,8 @@ from flashrt.layouts import LAYOUTS
 ALIGN = 16  # output channels in a record of the packed layouts
 JOINED: Mapping[tuple[str, ...], str] = {
     ("q_proj", "k_proj", "v_proj"): "qkv",
+    ("q_proj", "k_proj"): "qk",
+    ("k_proj", "v_proj"): "kv",
     ("query", "key", "value"): "qkv",
     ("gate_proj", "up_proj"): "gate_up",
 }
@@ -49,7 +51,9 @@ class _Group:
         for part in self.parts:
             hi = lo + _channels(part)
             values = attrs(lo=lo, hi=hi)
-            out.append(logical.Node(part.name, "slice", (f"%{self.name}",), part.type, values, origin=part.origin))
+            out.append(
+                logical.Node(part.name, "slice", (f"%{self.name}",), part.type, values, origin=part.origin)
+            )
             lo = hi
         return out
 
@@ -73,7 +77,11 @@ def _groups(graph: logical.Graph, weights: Mapping[str, Weight]) -> list[_Group]
     reads = Counter(a for n in graph.nodes for a in n.inputs)
     siblings: dict[object, list[logical.Node]] = {}
     for node in graph.nodes:
-        if node.op == "linear" and node.attr("residual") is not True and all(reads[a] == 1 for a in node.inputs[1:]):
+        if (
+            node.op == "linear"
+            and node.attr("residual") is not True
+            and all(reads[a] == 1 for a in node.inputs[1:])
+        ):
             w = weights[node.inputs[1]]
             if _channels(node) % _group_rows(w.layout) == 0:
                 alike = (node.inputs[0], w.layout, w.type.shape[1], node.attrs, node.numerics)
@@ -96,7 +104,7 @@ def _channels(node: logical.Node) -> int:
 def _group(parts: Sequence[logical.Node], weights: Mapping[str, Weight], taken: set[str]) -> _Group:
     name = joint_name([p.name for p in parts])
     while name in taken:
-        name += "_"
+        name += "+"
     taken.add(name)
     columns = list(zip(*(p.inputs[1:] for p in parts), strict=True))
     weight = _join(f"{name}.weight", [weights[a] for a in columns[0]])
@@ -111,13 +119,18 @@ def _join(name: str, parts: Sequence[Weight]) -> Weight:
 
 
 def joint_name(names: Sequence[str]) -> str:
-    """`layers.3.self_attn.qkv` for its q_proj, k_proj and v_proj; `a+b` for others of one module."""
-    paths = [n.split(".") for n in names]
+    """`layers.3.self_attn.qkv` for its q_proj, k_proj and v_proj; others as `a+b` behind what they share."""
+    families: dict[str, list[str]] = {}
+    for name in names:
+        module, _, last = name.rpartition(".")
+        families.setdefault(module, []).append(last)
+    modules = [m.split(".") if m else [] for m in families]
     shared = 0
-    while all(len(p) > shared + 1 and p[shared] == paths[0][shared] for p in paths):
+    while all(len(m) > shared and m[shared] == modules[0][shared] for m in modules):
         shared += 1
-    rest = tuple(".".join(p[shared:]) for p in paths)
-    return ".".join([*paths[0][:shared], JOINED.get(rest, "+".join(rest))])
+    parts = [JOINED.get(tuple(family), "+".join(family)) for family in families.values()]
+    own = [".".join([*m[shared:], part]) for m, part in zip(modules, parts, strict=True)]
+    return ".".join([*modules[0][:shared], "+".join(own)])
 
 
 def _joined_weights(graph: logical.Graph, groups: Iterable[_Group]) -> tuple[Weight, ...]:

@@ -23,7 +23,7 @@ from flashrt.ir import micro, physical
 from flashrt.ir.bounds import Bounds
 from flashrt.ir.ops import EXACT
 from flashrt.ir.order import COMPUTE
-from flashrt.ir.types import DTYPES, Dim, Output, TensorType, Weight, ceildiv
+from flashrt.ir.types import Dim, Output, TensorType, ceildiv
 from flashrt.layouts import BLOCK, LAYOUTS
 from flashrt.machine import Machine
 from flashrt.passes.cost import block_bytes, kernel_of, settings
@@ -75,7 +75,9 @@ class _Lowering:
         """Lowers all nodes; ticks are still missing."""
         for node in self._graph.nodes:
             self._node(node)
-        outputs = tuple(Output(o.name, self._output(v)) for o, v in zip(self._graph.outputs, self._outputs, strict=True))
+        outputs = tuple(
+            Output(o.name, self._output(v)) for o, v in zip(self._graph.outputs, self._outputs, strict=True)
+        )
         blocks = self._blocks()
         g = self._graph
         return micro.Stream(

@@ -18,8 +18,7 @@ from flashrt.ir import micro
 from flashrt.ir.bounds import Bounds
 from flashrt.ir.order import Access, HappensBefore, accesses, root_of
 from flashrt.ir.types import TensorType
-
-ALIGN = 64  # bytes: a cache line, and what vector loads want
+from flashrt.passes.cost import aligned
 
 
 def pack(stream: micro.Stream) -> micro.Stream:
@@ -46,11 +45,6 @@ def pack(stream: micro.Stream) -> micro.Stream:
             ends[block.device] += aligned(block.bytes)
         blocks.append(replace(block, offset=offset))
     return replace(stream, slots=slots, blocks=tuple(blocks), arenas=tuple(arenas), rings=tuple(rings))
-
-
-def aligned(nbytes: int) -> int:
-    """The size rounded up to whole cache lines."""
-    return -(-nbytes // ALIGN) * ALIGN
 
 
 class _Memory:

@@ -25,6 +25,7 @@ line left out the stream still computes the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +33,7 @@ from flashrt.errors import PlanError
 from flashrt.ir import logical, micro, physical
 from flashrt.ir.ops import LINEAR_EXACT
 from flashrt.machine import Machine
-from flashrt.passes.cost import cost
+from flashrt.passes.cost import aligned, cost
 from flashrt.passes.elide import elide
 from flashrt.passes.fuse import fuse
 from flashrt.passes.lower import lower
@@ -117,13 +118,15 @@ def compile_graph(
         if name not in options.disabled:
             stream = faster(stream, options, room)
             check(name, stream)
+    _within(placed.budgets, stream)
     return Planned(graph, placed, stream)
 
 
 def _rewrites(options: Options) -> Sequence[tuple[str, Callable[[logical.Graph], logical.Graph]]]:
-    """The passes on the logical graph."""
+    """The passes on the logical graph. Raw operators have a dot (`aten.mul`); without any there is
+    nothing to recognise."""
     return (
-        ("recognise", recognise),
+        ("recognise", lambda g: recognise(g) if any("." in n.op for n in g.nodes) else g),
         ("fuse", fuse),
         ("precision", lambda g: precision(g, numerics=options.numerics, exclude=options.exclude)),
         ("tag", tag),
@@ -140,6 +143,22 @@ def _placed(graph: logical.Graph, machine: Machine, options: Options, check: Che
     placed = transfer(whole, machine)
     check("transfer", placed)
     return placed
+
+
+def _within(budgets: Sequence[physical.Budget], stream: micro.Stream) -> None:
+    """Raises PlanError when a packed stream takes more memory than the plan allows."""
+    held: Counter[str] = Counter({b.device: b.state for b in budgets})
+    for device, size in (*stream.arenas, *stream.rings):
+        held[device] += size
+    for block in stream.blocks:
+        held[block.device] += aligned(block.bytes) if block.home == "resident" else 0
+    for budget in budgets:
+        if held[budget.device] > budget.limit:
+            raise PlanError(
+                f"{stream.name} takes {held[budget.device]} bytes of {budget.device}, "
+                f"its budget is {budget.limit}",
+                hint="give its weights less room (weight_bytes), or plan fewer tokens a step",
+            )
 
 
 def weight_room(budgets: Sequence[physical.Budget]) -> dict[str, int]:

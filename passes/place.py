@@ -17,7 +17,7 @@ from flashrt.ir import logical, physical
 from flashrt.ir.bounds import Bounds
 from flashrt.ir.types import Env, State, Weight, evaluate
 from flashrt.machine import Device, Machine
-from flashrt.passes.cost import Costs, block_bytes, kernel_of
+from flashrt.passes.cost import Costs, aligned, block_bytes, kernel_of
 from flashrt.passes.shard import Cut
 
 HOSTS = ("cpu", "reference", "null")  # kinds whose memory the reference implementation reads
@@ -89,13 +89,13 @@ def place(
             hint="use a smaller weight format, a shorter context, fewer tokens a step, or another device",
         )
     best = min(fitting, key=lambda p: p.total)
-    return _physical(best, [p for p in plans if p is not best], graph, costs, cuts or {})
+    return _physical(best, [p for p in plans if p is not best], task, cuts or {})
 
 
 def _try(device: Device, task: _Task) -> _Plan:
     seats = tuple(_seat(n, device, task) for n in task.graph.nodes)
     seated = list(zip(task.graph.nodes, seats, strict=True))
-    total = sum(task.est(n, s.device) for n, s in seated)
+    total = sum(task.est(n, s.device) for n, s in seated) + _moving(seated, task)
     budgets, streams, lacks = [], [], []
     for each in dict.fromkeys(s.device.id for s in seats):
         spec = task.machine.device(each)
@@ -110,6 +110,22 @@ def _try(device: Device, task: _Task) -> _Plan:
             budget = replace(budget, weights=left)
         budgets.append(budget)
     return _Plan(device, seats, total, tuple(budgets), "; ".join(streams), "; ".join(lacks))
+
+
+def _moving(seated: Sequence[tuple[logical.Node, _Seat]], task: _Task) -> float:
+    """Microseconds of copies between devices, each value counted once for each device."""
+    made = {n.name: (n, s.device.id) for n, s in seated}
+    edges = {
+        (name[1:], seat.device.id): made[name[1:]]
+        for node, seat in seated
+        for name in node.inputs
+        if name[0] == "%" and name[1:] in made and made[name[1:]][1] != seat.device.id
+    }
+    total = 0.0
+    for (_, there), (source, here) in edges.items():
+        link = task.machine.link(here, there)
+        total += link.latency.value + evaluate(source.type.bytes, task.env) / link.rate.value * 1e6
+    return total
 
 
 def weight_road(device: Device, machine: Machine) -> tuple[str, str]:
@@ -146,9 +162,7 @@ def _obstacle(node: logical.Node, kernel: str, device: Device) -> str:
     return ""
 
 
-def _budget(
-    device: Device, nodes: Sequence[logical.Node], task: _Task
-) -> tuple[physical.Budget, int]:
+def _budget(device: Device, nodes: Sequence[logical.Node], task: _Task) -> tuple[physical.Budget, int]:
     """What the device would hold, and the least that its weights need when they stream."""
     graph = task.graph
     by_name = {w.name: w for w in graph.weights}
@@ -157,7 +171,7 @@ def _budget(
     budget = physical.Budget(
         device=device.id,
         limit=device.budget,
-        weights=sum(map(block_bytes, used.values())),
+        weights=sum(aligned(block_bytes(w)) for w in used.values()),
         state=sum(_state_bytes(s, task.env) for s in graph.states if s.name in own),
         activations=_peak_activations(nodes, graph),
     )
@@ -169,18 +183,18 @@ def _state_bytes(state: State, env: Env) -> int:
 
 
 def _peak_activations(nodes: Sequence[logical.Node], graph: logical.Graph) -> int:
-    """The most bytes of results alive at once, at the largest step."""
+    """The most bytes of results alive at once, at the largest step, and a quarter more for gaps."""
     known = Bounds.of(graph)
-    sizes = {n.name: math.ceil(known.interval(n.type.bytes)[1]) for n in nodes}
+    sizes = {n.name: aligned(math.ceil(known.interval(n.type.bytes)[1])) for n in nodes}
     uses = [{i[1:] for i in n.inputs if i[1:] in sizes} | {n.name} for n in nodes]
     kept = {o.value.removeprefix("%") for o in graph.outputs}
-    return _peak(uses, sizes, kept)
+    return aligned(_peak(uses, sizes, kept) * 5 // 4)
 
 
 def _peak_weights(nodes: Sequence[logical.Node], used: Mapping[str, Weight]) -> int:
     """The most bytes of weights alive at once when each is loaded for its uses only."""
     uses = [{i[1:] for i in n.inputs if i[0] == "@"} for n in nodes]
-    return _peak(uses, {name: block_bytes(w) for name, w in used.items()}, ())
+    return _peak(uses, {name: aligned(block_bytes(w)) for name, w in used.items()}, ())
 
 
 def _peak(uses: Sequence[set[str]], sizes: Mapping[str, int], kept: Iterable[str]) -> int:
@@ -201,19 +215,18 @@ def _peak(uses: Sequence[set[str]], sizes: Mapping[str, int], kept: Iterable[str
 def _short(budget: physical.Budget, need: int) -> str:
     total = need + budget.state + budget.activations
     return (
-        f"{budget.device} needs {total} bytes at least ({need} for weights that stream, {budget.state} state, "
-        f"{budget.activations} activations) of {budget.limit}"
+        f"{budget.device} needs {total} bytes at least ({need} for weights that stream, "
+        f"{budget.state} state, {budget.activations} activations) of {budget.limit}"
     )
 
 
-def _physical(
-    plan: _Plan, others: Sequence[_Plan], graph: logical.Graph, costs: Costs, cuts: Mapping[str, Cut]
-) -> physical.Graph:
+def _physical(plan: _Plan, others: Sequence[_Plan], task: _Task, cuts: Mapping[str, Cut]) -> physical.Graph:
+    graph = task.graph
     verdict = _verdict(plan, others, graph)
     nodes = []
     for node, seat in zip(graph.nodes, plan.seats, strict=True):
-        own = costs.of(node.name, seat.device.id)
-        reasons = [seat.obstacle or verdict]
+        own = task.costs.of(node.name, seat.device.id)
+        reasons = [seat.obstacle or f"{task.est(node, seat.device):.4g} us of {verdict}"]
         if node.name in cuts:
             reasons.append(cuts[node.name].because)
         nodes.append(

@@ -53,7 +53,9 @@ def _excluded(graph: logical.Graph, exclude: Sequence[str]) -> set[str]:
         if not fits:
             linears = (n.name for n in graph.nodes if n.op == "linear")
             known = dict.fromkeys(p for name in linears for p in name.split(".") if not p.isdigit())
-            raise PlanError(f"nothing is called {part!r}", hint=f"parts of the linears' names: {', '.join(known)}")
+            raise PlanError(
+                f"nothing is called {part!r}", hint=f"parts of the linears' names: {', '.join(known)}"
+            )
         found.update(n.name for n in fits)
         found.update(n.inputs[0][1:] for n in fits if n.op == "slice")
     return found
@@ -66,8 +68,9 @@ def _stored(weight: Weight, graph: logical.Graph) -> Weight:
     if weight.layout in LAYOUTS:
         return weight
     user = next((n for n in graph.nodes if f"@{weight.name}" in n.inputs), None)
+    what = f"the unknown layout {weight.layout!r}" if weight.layout else "no layout"
     raise PlanError(
-        f"weight {weight.name!r} has {f'the unknown layout {weight.layout!r}' if weight.layout else 'no layout'}",
+        f"weight {weight.name!r} has {what}",
         lines=f"    {show_node(user)}" if user is not None else "",
         hint=f"layouts: {', '.join(LAYOUTS)}",
     )

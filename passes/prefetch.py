@@ -18,18 +18,37 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from flashrt.ir import micro
+from flashrt.passes.cost import aligned
+from flashrt.passes.pack import ring_layout
 
 
 def prefetch(
     stream: micro.Stream, *, window: int = 4, limits: Mapping[str, int] | None = None
 ) -> micro.Stream:
-    """Hoists prefetches. limits: most bytes of loaded blocks of each device; within them
-    only as far ahead as the blocks fit."""
+    """Hoists prefetches.
+
+    limits: bytes that each device has for loaded blocks. No block is loaded early beyond them, and the
+    window shrinks until the ring, gaps between blocks included, fits (or nothing is left to shrink).
+    """
+    limits = limits or {}
+    hoisted = _hoisted(stream, window, limits)
+    while window and any(_ring(hoisted, device) > limit for device, limit in limits.items()):
+        window //= 2
+        hoisted = _hoisted(stream, window, limits)
+    return hoisted
+
+
+def _ring(stream: micro.Stream, device: str) -> int:
+    ring = frozenset(b.name for b in stream.blocks if b.device == device and b.home == "ring")
+    return ring_layout(stream, device, ring)[1]
+
+
+def _hoisted(stream: micro.Stream, window: int, limits: Mapping[str, int]) -> micro.Stream:
     queues: dict[str, deque[micro.Prefetch]] = defaultdict(deque)
     for instr in stream.instrs:
         if isinstance(instr, micro.Prefetch):
             queues[instr.device].append(instr)
-    lanes = {d: _Lane(queue, window, (limits or {}).get(d)) for d, queue in queues.items()}
+    lanes = {d: _Lane(queue, window, limits.get(d)) for d, queue in queues.items()}
     instrs: list[micro.Instr] = []
     for instr in stream.instrs:
         match instr:
@@ -70,13 +89,16 @@ class _Lane:
 
     def _issue(self) -> micro.Prefetch:
         first = self._left.popleft()
-        self._loaded[first.block] = int(first.bytes) if isinstance(first.bytes, int | float) else 0
+        self._loaded[first.block] = _bytes(first)
         return first
 
     def _may_load(self, block: micro.Prefetch) -> bool:
         """Not while it is loaded, while it waits for something, or beyond the limit."""
         if block.block in self._loaded or block.waits:
             return False
-        if self._limit is None or not isinstance(block.bytes, int | float):
-            return self._limit is None
-        return sum(self._loaded.values()) + block.bytes <= self._limit
+        return self._limit is None or sum(self._loaded.values()) + _bytes(block) <= self._limit
+
+
+def _bytes(block: micro.Prefetch) -> int:
+    """What a block takes in the ring; nothing where a size isn't fixed."""
+    return aligned(int(block.bytes)) if isinstance(block.bytes, int | float) else 0

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 
 from flashrt.ir import logical
 from flashrt.ir.types import Attrs, TensorType, attrs
-from flashrt.passes.recognise_names import named, module_of
+from flashrt.passes.recognise_names import module_of, named
 from flashrt.passes.recognise_patterns import Reading
-from flashrt.passes.recognise_rules import Raw, Recipe, bases, moved, recipe
+from flashrt.passes.recognise_recipes import Raw, Recipe, bases, moved
+from flashrt.passes.recognise_rules import recipe
 from flashrt.passes.recognise_views import Flat, Shape, View, dense, memory_order
 
 NORMS = frozenset({"rms_norm", "layer_norm"})
@@ -63,7 +64,7 @@ def _read(graph: logical.Graph) -> tuple[Reading, dict[str, Recipe]]:
 def _wanted(graph: logical.Graph, r: Reading, made: Mapping[str, Recipe]) -> set[str]:
     """The values that outputs, or operations that write a state, need."""
     wanted = {r.views[f"%{o.value}"].base for o in graph.outputs}
-    for value, node in reversed(r.nodes.items()):
+    for value, node in reversed(list(r.nodes.items())):
         if value in made and (value in wanted or node.writes):
             wanted.add(value)
             wanted.update(bases(made[value], r.views))
@@ -85,7 +86,7 @@ class _Writer:
     """The nodes written so far.
 
     types: of all that can be read. done: what a Flat, Recipe or raw value was written as.
-    modules: node → module of the model it belongs to.
+    modules: node → module of the model it belongs to, for those that may get another name.
     """
 
     r: Reading
@@ -101,7 +102,8 @@ class _Writer:
         inputs = tuple(self.argument(a, node) for a in made.args)
         self.nodes.append(replace(node, op=made.op, inputs=inputs, type=made.type, attrs=made.attrs))
         self.types[f"%{node.name}"] = made.type
-        self.modules[node.name] = module_of(node)
+        if made.op != node.op or made.op.startswith("aten."):
+            self.modules[node.name] = module_of(node)
 
     def argument(self, arg: Flat | Raw | Recipe, near: logical.Node) -> str:
         """The value that an argument of a recipe stands for, written if it wasn't yet."""
@@ -115,13 +117,32 @@ class _Writer:
         return self.done[arg]
 
     def add(
-        self, near: logical.Node | None, op: str, inputs: tuple[str, ...], kind: TensorType, values: Attrs = ()
+        self,
+        near: logical.Node | None,
+        op: str,
+        inputs: tuple[str, ...],
+        kind: TensorType,
+        values: Attrs = (),
     ) -> str:
         """One more node, named after its first input until `named` finds a better one."""
-        value = f"%{inputs[0][1:]}.{op.removeprefix('aten.')}"
+        value = f"%{inputs[0][1:]}.{op}"
         while value in self.types or value in self.r.types:
             value += "_"
-        self.nodes.append(logical.Node(value[1:], op, inputs, kind, values, origin=near.origin if near else ""))
+        return self.write(near, value, op, inputs, kind, values)
+
+    def write(
+        self,
+        near: logical.Node | None,
+        value: str,
+        op: str,
+        inputs: tuple[str, ...],
+        kind: TensorType,
+        values: Attrs = (),
+    ) -> str:
+        """A node that isn't the recipe of a raw node, but belongs to where one stands."""
+        self.nodes.append(
+            logical.Node(value[1:], op, inputs, kind, values, origin=near.origin if near else "")
+        )
         self.types[value] = kind
         self.modules[value[1:]] = module_of(near) if near else ""
         return value
@@ -159,13 +180,16 @@ class _Writer:
         if flat is None:
             assert near is not None, value
             inputs = tuple(self.raw(i) for i in near.inputs)
-            return self.add(near, near.op, inputs, near.type, near.attrs)
+            return self.write(near, value, near.op, inputs, near.type, near.attrs)
         order = memory_order(view)
         inside = self.flat(replace(flat, shape=tuple(view.shape[i] for i in order)))
         if order == tuple(range(len(order))):
             return inside
-        back = tuple(order.index(i) for i in range(len(order)))
-        return self.add(near, "aten.permute", (inside,), self.types[inside].with_shape(*view.shape), attrs(dims=back))
+        kind = self.types[inside].with_shape(*view.shape)
+        dims = attrs(dims=tuple(order.index(i) for i in range(len(order))))
+        if value in self.types:  # a result that lies transposed: `value` names it as it lies
+            return self.add(near, "aten.permute", (inside,), kind, dims)
+        return self.write(near, value, "aten.permute", (inside,), kind, dims)
 
 
 def sink_rows(graph: logical.Graph) -> logical.Graph:

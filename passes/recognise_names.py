@@ -7,7 +7,7 @@ whole module takes the module's name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from flashrt.ir import logical
 
@@ -27,9 +27,9 @@ def module_of(node: logical.Node) -> str:
 
 
 def named(graph: logical.Graph, modules: Mapping[str, str]) -> logical.Graph:
-    """Every node under its final name. modules: node → its module."""
+    """Every node under its final name. modules: node → its module; others keep their name."""
     names = _Names(graph, modules)
-    return rename(graph, {n.name: names.claim(n) for n in graph.nodes})
+    return rename(graph, {n.name: names.claim(n) for n in graph.nodes if n.name in modules})
 
 
 def rename(graph: logical.Graph, names: Mapping[str, str]) -> logical.Graph:
@@ -50,7 +50,7 @@ class _Names:
 
     def __init__(self, graph: logical.Graph, modules: Mapping[str, str]) -> None:
         self.modules = modules
-        self.taken = {i.name for i in graph.inputs}
+        self.taken = {i.name for i in graph.inputs} | {n.name for n in graph.nodes if n.name not in modules}
         self.final: dict[str, str] = {}
         self.makers = {n.name: n for n in graph.nodes}
         self.users: dict[str, list[Use]] = {}
@@ -113,8 +113,8 @@ class _Names:
         """`layers.3.attn_residual`: the module, and the part of it whose result is added."""
         for value in reversed(node.inputs):
             maker = self.makers.get(value[1:])
-            path = self.final.get(value[1:], "")
-            if maker is not None and maker.op != "add" and module and path.startswith(f"{module}."):
+            path = self.modules.get(maker.name, "") if maker is not None and maker.op != "add" else ""
+            if module and path.startswith(f"{module}."):
                 part = path.removeprefix(f"{module}.").partition(".")[0].removesuffix("_layernorm")
                 return f"{module}.{SHORT.get(part, part)}_residual"
         return f"{module}.add" if node.name == module else node.name

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from flashrt.ir import logical
-from flashrt.ir.types import Dim, Expr, TensorType, Value, product
+from flashrt.ir.types import Dim, Expr, TensorType, Value
 from flashrt.passes.recognise_views import Flat, View, flat, narrow
 
 GELU_TANH_INNER, GELU_TANH_CUBE = 0.7978845608028654, 0.044715  # sqrt(2/pi), and the cubic term
@@ -91,7 +91,9 @@ def normed(r: Reading, value: str) -> Normed | None:
 def _root_of(r: Reading, value: str, *, divides: bool) -> str | None:
     """v of rsqrt(v) (a factor) or sqrt(v) (a divisor)."""
     root = r.maker(value, "aten.sqrt" if divides else "aten.rsqrt", "aten.pow")
-    if root is None or (root.op == "aten.pow" and number(root.attr("exponent")) != (0.5 if divides else -0.5)):
+    if root is None or (
+        root.op == "aten.pow" and number(root.attr("exponent")) != (0.5 if divides else -0.5)
+    ):
         return None
     return root.inputs[0]
 
@@ -162,7 +164,11 @@ def trigonometric(r: Reading, value: str, op: str) -> Angles | None:
     twice = r.maker_of_axes(node.inputs[0], "aten.cat")
     if twice is not None:
         parts = {r.views[i] for i in twice.inputs}
-        if len(twice.inputs) != 2 or len(parts) != 1 or not _last_axis(twice.attr("dim", 0), len(twice.type.shape)):
+        if (
+            len(twice.inputs) != 2
+            or len(parts) != 1
+            or not _last_axis(twice.attr("dim", 0), len(twice.type.shape))
+        ):
             return None
     found = _angles(r, twice.inputs[0] if twice is not None else node.inputs[0])
     return Angles(*found, scale, twice is not None, r.views[value].base) if found is not None else None
@@ -170,8 +176,11 @@ def trigonometric(r: Reading, value: str, op: str) -> Angles | None:
 
 def _angles(r: Reading, value: str) -> tuple[str, str] | None:
     """(positions, @inv_freq) of an outer product, made by multiplication or as a matrix product."""
-    node = r.maker_of_axes(value, "aten.mul", "aten.matmul", "aten.bmm")
-    if node is None:
+    view = r.views[value]
+    node = r.nodes.get(view.base)
+    if node is None or node.op not in ("aten.mul", "aten.matmul", "aten.bmm"):
+        return None
+    if set(view.axes) != set(r.views[view.base].axes) or view.offset != 0:
         return None
     for a, b in sides(node):
         w = r.views[b]

@@ -2,113 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from flashrt.ir import logical
-from flashrt.ir.types import Attrs, Expr, TensorType, attrs, product
+from flashrt.ir.types import Expr, TensorType, attrs, product
 from flashrt.passes import recognise_patterns as patterns
+from flashrt.passes.recognise_elementwise import activation, add, elementwise, gated, mul, scale, softcap
 from flashrt.passes.recognise_patterns import INTEGERS, Reading
-from flashrt.passes.recognise_views import (
-    Flat,
-    Shape,
-    View,
-    compact_strides,
-    dense_strides,
-    drop,
-    expand,
-    narrow,
-    permute,
-    reshape,
-    same_order,
-)
+from flashrt.passes.recognise_recipes import Raw, Recipe, ints, pointwise
+from flashrt.passes.recognise_views import Flat, View, compact_strides, dense_strides, permute
 
-GATES = frozenset({"silu", "gelu", "gelu_tanh", "relu"})
-UNARY = frozenset(
-    "abs neg exp expm1 log log1p sqrt rsqrt reciprocal square sin cos tanh erf sigmoid silu relu gelu floor ceil "
-    "round sign clamp clamp_min clamp_max leaky_relu hardtanh elu softplus mish hardswish hardsigmoid "
-    "logical_not bitwise_not to add sub rsub mul div pow eq ne lt le gt ge".split()
-)
-BINARY = frozenset("add sub mul div pow maximum minimum eq ne lt le gt ge logical_and logical_or".split())
-
-
-@dataclass(frozen=True, slots=True)
-class Raw:
-    """A value (or weight) in the shape the raw graph gives it."""
-
-    value: str
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How a value is computed.
-
-    strides: of the raw value's axes in the memory of the result. home: for a recipe inside another,
-    the raw value beside which it is written.
-    """
-
-    op: str
-    args: tuple[Flat | Raw | Recipe, ...]
-    type: TensorType
-    strides: Shape
-    attrs: Attrs = ()
-    home: str = ""
-
+F32_EPSILON = 2.0**-23  # what torch takes where an eps is left out
+OTHER_DTYPES = frozenset({"aten.embedding", "aten.index", "aten.index_select", "flashrt.attention"})
 
 Rule = Callable[[Reading, logical.Node], Recipe | None]
-
-
-# ---- views: nothing is computed -----------------------------------------------------
-def moved(r: Reading, node: logical.Node) -> View | None:
-    """Where the elements of a view, transpose, slice, … of another value lie; None if it computes or copies."""
-    if not node.inputs:
-        return None
-    if node.op == "aten.cat":
-        full = [i for i in node.inputs if product(r.types[i].shape) != 0]
-        return r.views[full[0]] if len(full) == 1 else None
-    view = r.views[node.inputs[0]]
-    shape = node.type.shape
-    match node.op.removeprefix("aten."):
-        case "view" | "unsqueeze" | "squeeze":
-            return reshape(view, shape)
-        case "transpose":
-            return _transposed(view, node)
-        case "t":
-            return permute(view, reversed(range(len(shape))))
-        case "permute":
-            return permute(view, _ints(node, "dims"))
-        case "select":
-            (axis, index), size = _ints(node, "dim", "index"), view.shape
-            if index < 0 and not isinstance(size[axis], int):
-                return None
-            return drop(narrow(view, axis, index if index >= 0 else index + int(size[axis]), 1), axis)
-        case "slice":
-            if isinstance(node.attr("start"), Expr):
-                return None
-            axis, start, step = _ints(node, "dim", "start", "step")
-            return narrow(view, axis, start, shape[axis], step)
-        case "expand":
-            return expand(view, shape)
-        case "mul" | "div" if patterns.scalar(node) == 1 and r.types[node.inputs[0]] == node.type:
-            return view
-        case "add" | "sub" if patterns.scalar(node) == 0 and r.types[node.inputs[0]] == node.type:
-            return view
-    return None
-
-
-def _ints(node: logical.Node, *keys: str) -> tuple[int, ...]:
-    values = [node.attr(key) for key in keys]
-    if len(keys) == 1 and isinstance(values[0], tuple):
-        values = list(values[0])
-    assert all(isinstance(v, int) for v in values), (node.name, keys, values)
-    return tuple(v for v in values if isinstance(v, int))
-
-
-def _transposed(view: View, node: logical.Node) -> View:
-    a, b = _ints(node, "dim0", "dim1")
-    order = list(range(len(view.shape)))
-    order[a], order[b] = order[b], order[a]
-    return permute(view, order)
 
 
 # ---- normalisation --------------------------------------------------------------------
@@ -119,15 +26,27 @@ def rms_norm(r: Reading, node: logical.Node) -> Recipe | None:
         weight, inner = patterns.gain(r, b), patterns.normed(r, a)
         if weight is not None and inner is not None and r.types[weight[0]].shape == inner.x.shape[-1:]:
             found = (inner, weight)
-    bare = patterns.normed(r, f"%{node.name}") if found is None else None
-    inner, weight = found if found is not None else (bare, None)
+    inner, weight = found or _whole_rms_norm(r, node) or (patterns.normed(r, f"%{node.name}"), None)
     x = r.flat(inner.x) if inner is not None else None
     if inner is None or x is None or inner.x.strides[-1] != 1:
         return None
     width = inner.x.shape[-1]
     assert not isinstance(width, Expr)
     values = attrs(eps=inner.eps, width=width, offset=weight[1] if weight else 0.0, weight=weight is not None)
-    return _pointwise("rms_norm", node, inner.x, (x, Raw(weight[0])) if weight else (x,), values)
+    return pointwise("rms_norm", node, inner.x, (x, Raw(weight[0])) if weight else (x,), values)
+
+
+def _whole_rms_norm(
+    r: Reading, node: logical.Node
+) -> tuple[patterns.Normed, tuple[str, float] | None] | None:
+    """aten.rms_norm over the last axis."""
+    if node.op != "aten.rms_norm" or node.attr("normalized_shape") != r.views[node.inputs[0]].shape[-1:]:
+        return None
+    eps = patterns.number(node.attr("eps"))
+    inner = patterns.Normed(r.views[node.inputs[0]], F32_EPSILON if eps is None else eps)
+    if len(node.inputs) == 1:
+        return inner, None
+    return (inner, (r.views[node.inputs[1]].base, 0.0)) if patterns.is_vector(r, node.inputs[1]) else None
 
 
 def layer_norm(r: Reading, node: logical.Node) -> Recipe | None:
@@ -140,8 +59,8 @@ def layer_norm(r: Reading, node: logical.Node) -> Recipe | None:
         return None
     if not all(patterns.is_vector(r, i) for i in node.inputs[1:]):
         return None
-    args = (rows, *(Raw(i) for i in node.inputs[1:]))
-    return _pointwise("layer_norm", node, x, args, attrs(eps=node.attr("eps")))
+    weights = tuple(Raw(i) for i in node.inputs[1:])
+    return pointwise("layer_norm", node, x, (rows, *weights), attrs(eps=node.attr("eps")))
 
 
 # ---- rotary positions -------------------------------------------------------------------
@@ -168,13 +87,12 @@ def _rope(r: Reading, node: logical.Node, x: View, found: patterns.Rotated) -> R
         return None
     if found.x.shape[-1] != half * 2:
         return None
-    table = Recipe(
-        "rope_table", (Raw(angles.positions), Raw(angles.inv_freq)), TensorType("f32", (length, half * 2)), (),
-        attrs(scale=angles.scale), angles.home,
-    )  # fmt: skip
+    kind = TensorType("f32", (length, half * 2))
+    sources = (Raw(angles.positions), Raw(angles.inv_freq))
+    table = Recipe("rope_table", sources, kind, (), attrs(scale=angles.scale), angles.home)
     head_dim = x.shape[-1]
     assert not isinstance(head_dim, Expr)
-    return _pointwise("rope", node, x, (flat, table), attrs(head_dim=head_dim))
+    return pointwise("rope", node, x, (flat, table), attrs(head_dim=head_dim))
 
 
 # ---- products, tables ---------------------------------------------------------------------
@@ -193,7 +111,11 @@ def linear(r: Reading, node: logical.Node) -> Recipe | None:
     args = (flat, Raw(w)) if bias is None else (flat, Raw(w), Raw(bias))
     kind = TensorType("f32", (flat.shape[0], shape[0]))
     return Recipe(
-        "linear", args, kind, compact_strides(view, node.type.shape), attrs(bias=True) if bias is not None else ()
+        "linear",
+        args,
+        kind,
+        compact_strides(view, node.type.shape),
+        attrs(bias=True) if bias is not None else (),
     )
 
 
@@ -246,7 +168,12 @@ def rows(r: Reading, node: logical.Node) -> Recipe | None:
     flat, numbers = r.flat(view), r.flat(index)
     if flat is None or numbers is None or r.types[node.inputs[1]].dtype not in INTEGERS:
         return None
-    if len(flat.shape) != 2 or len(numbers.shape) != 1 or len(index.shape) != 1 or view.shape[axis] != flat.shape[0]:
+    if (
+        len(flat.shape) != 2
+        or len(numbers.shape) != 1
+        or len(index.shape) != 1
+        or view.shape[axis] != flat.shape[0]
+    ):
         return None
     kind = TensorType("f32", (*numbers.shape, flat.shape[1]))
     return Recipe("rows", (flat, numbers), kind, compact_strides(view, node.type.shape))
@@ -255,7 +182,7 @@ def rows(r: Reading, node: logical.Node) -> Recipe | None:
 def _indexed_axis(node: logical.Node) -> int | None:
     """The one axis that a gather of rows takes its index on."""
     if node.op == "aten.index_select":
-        return _ints(node, "dim")[0]
+        return ints(node, "dim")[0]
     places = node.attr("indices", (1,))
     if node.op != "aten.index" or len(node.inputs) != 2 or not isinstance(places, tuple):
         return None
@@ -283,109 +210,6 @@ def _side_by_side(r: Reading, value: str) -> Flat | Recipe:
     return Recipe("view", (Raw(value),), TensorType("f32", shape), dense_strides(shape))
 
 
-# ---- elementwise --------------------------------------------------------------------------
-def softcap(r: Reading, node: logical.Node) -> Recipe | None:
-    """cap·tanh(x / cap) → softcap(x) cap"""
-    found = patterns.capped(r, f"%{node.name}")
-    return _unary(r, node, "softcap", found[0], attrs(cap=found[1])) if found is not None else None
-
-
-def activation(r: Reading, node: logical.Node) -> Recipe | None:
-    """silu(x), x·sigmoid(x), gelu in one or many operators, … → activation(x) act"""
-    found = patterns.activation(r, f"%{node.name}")
-    return _unary(r, node, "activation", found[1], attrs(act=found[0])) if found is not None else None
-
-
-def gated(r: Reading, node: logical.Node) -> Recipe | None:
-    """act(gate)·up → gated(gate, up) act"""
-    for a, up in patterns.sides(node) if node.op == "aten.mul" else ():
-        found = patterns.activation(r, a)
-        if found is None or found[0] not in GATES or not same_order(r.views[found[1]], r.views[up]):
-            continue
-        gate, other = r.flat(r.views[found[1]]), r.flat(r.views[up])
-        if gate is not None and other is not None and gate.shape == other.shape:
-            return _pointwise("gated", node, r.views[up], (gate, other), attrs(act=found[0]))
-    return None
-
-
-def scale(r: Reading, node: logical.Node) -> Recipe | None:
-    """x·number or x/number → scale(x) by"""
-    by = patterns.scalar(node) if node.op in ("aten.mul", "aten.div") else None
-    if by is None or (node.op == "aten.div" and (by == 0 or node.attr("rounding_mode") is not None)):
-        return None
-    return _unary(r, node, "scale", node.inputs[0], attrs(by=by if node.op == "aten.mul" else 1 / by))
-
-
-def add(r: Reading, node: logical.Node) -> Recipe | None:
-    """a + b of one shape, or b a vector over the rows → add(a, b)"""
-    return _binary(r, node, "add")
-
-
-def mul(r: Reading, node: logical.Node) -> Recipe | None:
-    """a · b of one shape, or b a vector over the rows → mul(a, b)"""
-    return _binary(r, node, "mul")
-
-
-def _binary(r: Reading, node: logical.Node, op: str) -> Recipe | None:
-    for a, b in patterns.sides(node) if node.op == f"aten.{op}" else ():
-        view = r.views[a]
-        x = r.flat(view) if view.shape == node.type.shape else None
-        y = _operand(r, x, view, r.views[b]) if x is not None else None
-        if x is not None and y is not None:
-            return _pointwise(op, node, view, (x, y), ())
-    return None
-
-
-def _operand(r: Reading, x: Flat, a: View, b: View) -> Flat | None:
-    """b as the second operand of x: of the same shape and order, a vector along its channels, or one number."""
-    flat = r.flat(b)
-    if flat is None:
-        return None
-    if same_order(a, b):
-        return flat if flat.shape == x.shape else None
-    size = product(b.shape)
-    if size == 1:
-        return flat
-    channels = [axis for axis in zip(a.shape, compact_strides(a), strict=True) if axis[0] != 1][-len(b.axes) :]
-    if size == x.shape[-1] and len(x.shape) == 2 and channels == list(b.axes) and _aligned(a, b):
-        return Flat(flat.base, flat.table, flat.lo, flat.hi, (size,))
-    return None
-
-
-def _aligned(a: View, b: View) -> bool:
-    """Whether the long axes of b stand where a has axes of those sizes."""
-    return all(n in (1, m) for n, m in zip(reversed(b.shape), reversed(a.shape), strict=False))
-
-
-def elementwise(r: Reading, node: logical.Node) -> Recipe | None:
-    """An elementwise operator without a name of its own: the same operator on flat values"""
-    op = node.op.removeprefix("aten.")
-    if len(node.inputs) == 1 and op in UNARY:
-        return _unary(r, node, node.op, node.inputs[0], node.attrs)
-    if len(node.inputs) != 2 or op not in BINARY:
-        return None
-    a, b = (r.views[i] for i in node.inputs)
-    x, y = r.flat(a), r.flat(b)
-    if x is None or y is None or x.shape != y.shape or not same_order(a, b):
-        return None
-    return _pointwise(node.op, node, a, (x, y), node.attrs)
-
-
-def _unary(r: Reading, node: logical.Node, op: str, value: str, values: Attrs) -> Recipe | None:
-    view = r.views[value]
-    x = r.flat(view)
-    return _pointwise(op, node, view, (x,), values) if x is not None and view.shape == node.type.shape else None
-
-
-def _pointwise(
-    op: str, node: logical.Node, x: View, args: Sequence[Flat | Raw | Recipe], values: Attrs
-) -> Recipe | None:
-    """A recipe whose result lies in memory as `x` does."""
-    first = args[0]
-    assert isinstance(first, Flat)
-    return Recipe(op, tuple(args), TensorType(node.type.dtype, first.shape), compact_strides(x), values)
-
-
 def unrecognised(r: Reading, node: logical.Node) -> Recipe:
     """op(raw values) → the same, in the raw shapes"""
     args = tuple(Raw(i) for i in node.inputs)
@@ -401,22 +225,10 @@ RULES: tuple[Rule, ...] = (
 
 def recipe(r: Reading, node: logical.Node) -> Recipe:
     """The first rule that fits."""
-    for rule in RULES if node.type.dtype == "f32" else ():
+    inputs = () if node.op in OTHER_DTYPES else node.inputs
+    plain = all(kind.dtype == "f32" for kind in (node.type, *(r.types[i] for i in inputs)))
+    for rule in RULES if plain else ():
         found = rule(r, node)
         if found is not None:
             return found
     return elementwise(r, node) or unrecognised(r, node)
-
-
-def bases(made: Recipe, views: Mapping[str, View]) -> list[str]:
-    """The values (with sigil) that a recipe needs."""
-    out: list[str] = []
-    for arg in made.args:
-        match arg:
-            case Flat(base=base):
-                out.append(base)
-            case Raw(value=value):
-                out.append(views[value].base)
-            case Recipe():
-                out += bases(arg, views)
-    return out

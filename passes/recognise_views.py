@@ -167,7 +167,7 @@ def flat(view: View, base_shape: Shape) -> Flat | None:
     if pitch * count != product(base_shape) or not 0 <= view.offset <= pitch - width:
         return None
     table: Shape = (pitch,) if not rows else (count,) if pitch == 1 else (count, pitch)
-    shape = table[:-1] + (width,) if pitch != 1 else table
+    shape = (*table[:-1], width) if pitch != 1 else table
     if not axes:
         table = shape = tuple(n for n in view.shape if n == 1)[:1] if base_shape else ()
     return Flat(view.base, table, view.offset, view.offset + width, shape)

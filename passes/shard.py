@@ -34,9 +34,7 @@ def shard(graph: logical.Graph, costs: Costs, machine: Machine) -> Mapping[str, 
     return {n.name: _cut(n, layouts, costs, machine, env) for n in graph.nodes}
 
 
-def _cut(
-    node: logical.Node, layouts: Mapping[str, str], costs: Costs, machine: Machine, env: Env
-) -> Cut:
+def _cut(node: logical.Node, layouts: Mapping[str, str], costs: Costs, machine: Machine, env: Env) -> Cut:
     layout = layouts.get(node.inputs[1][1:]) if node.op == "linear" else None
     if layout is None:
         return Cut(0, "whole: only products with weights split")

@@ -1,8 +1,8 @@
 """Makes every edge between devices a node of its own.
 
-    %a … device=gpu:0          %a … device=gpu:0
-    %b = f(%a) device=cpu:0 →  %a@cpu:0 = transfer(%a) device=cpu:0
-                               %b = f(%a@cpu:0) device=cpu:0
+%a … device=gpu:0          %a … device=gpu:0
+%b = f(%a) device=cpu:0 →  %a@cpu:0 = transfer(%a) device=cpu:0
+                           %b = f(%a@cpu:0) device=cpu:0
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ def _crosses(name: str, node: physical.Node, made: dict[str, physical.Node]) -> 
     return source is not None and source.device != node.device and node.op != "transfer"
 
 
-def _copy(
-    source: physical.Node, device: str, graph: physical.Graph, machine: Machine
-) -> physical.Node:
+def _copy(source: physical.Node, device: str, graph: physical.Graph, machine: Machine) -> physical.Node:
     link = machine.link(source.device, device)
     nbytes = source.type.bytes
     est = nbytes * float(f"{1e6 / link.rate.value:.4g}") + link.latency.value

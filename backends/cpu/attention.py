@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit, types
+from numba import types
 
 from flashrt.backends.cpu import rows
 from flashrt.backends.cpu.intrinsics import (
+    inner,
     copy_bytes,
     load_f32,
     load_i32,
@@ -39,7 +40,7 @@ K = rows.KvWrite(*range(len(rows.KvWrite._fields)))
 A = rows.Attention(*range(len(rows.Attention._fields)))
 
 
-@njit
+@inner
 def page_of(pages, stride, seq, position):  # type: ignore[no-untyped-def]
     """The page that holds a position of a sequence."""
     return types.int64(load_i32(pages + 4 * (seq * stride + (position >> 4))))
@@ -65,7 +66,7 @@ def kv_write() -> Any:
     return kernel
 
 
-@njit
+@inner
 def dot(a, b, count):  # type: ignore[no-untyped-def]
     total = spread(types.float32(0))
     for c in range(0, count, 16):
@@ -73,7 +74,7 @@ def dot(a, b, count):  # type: ignore[no-untyped-def]
     return lane_sum(total)
 
 
-@njit
+@inner
 def length_of(row, seq):  # type: ignore[no-untyped-def]
     """One more than the largest position that a sequence has in this step."""
     longest = types.int64(0)
@@ -83,7 +84,7 @@ def length_of(row, seq):  # type: ignore[no-untyped-def]
     return longest
 
 
-@njit
+@inner
 def score_page(row, q, keys, first, last, scores):  # type: ignore[no-untyped-def]
     """Scores of rows [first, last) of a page; -inf in the other lanes."""
     dim, stride = word(row, A.k_dim), 4 * word(row, A.dim)
@@ -101,7 +102,7 @@ def score_page(row, q, keys, first, last, scores):  # type: ignore[no-untyped-de
         store_f32(scores + 4 * i, types.float32(-float("inf")))
 
 
-@njit
+@inner
 def mix_page(row, values, first, last, weights, shrink, y):  # type: ignore[no-untyped-def]
     """y = y·shrink + Σ weights·values"""
     dim, stride = word(row, A.v_dim), 4 * word(row, A.dim)
@@ -112,7 +113,7 @@ def mix_page(row, values, first, last, weights, shrink, y):  # type: ignore[no-u
         store(y + 4 * c, total, dim - c)
 
 
-@njit
+@inner
 def attend(row, t, head, q, y, scores):  # type: ignore[no-untyped-def]
     """One head of one token."""
     position = types.int64(load_i32(word(row, A.positions) + 4 * t))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import sys
 import tempfile
 import threading
@@ -41,6 +42,15 @@ Progress = Callable[[str, int, int], None]
 def processor() -> tuple[str, str]:
     """LLVM's name of this processor and its features, as LLVM writes them."""
     return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
+def available(kernel: str) -> bool:
+    """Whether this processor has what a kernel needs (epilogues don't matter)."""
+    entry = KERNELS.get(kernel.partition("+")[0])
+    if entry is None or platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    features = llvm.get_host_cpu_features()
+    return all(features.get(feature) for feature in entry.requires)
 
 
 @cache

@@ -6,6 +6,7 @@ from importlib import import_module
 
 from numba import njit, types
 
+from flashrt.backends.cpu.intrinsics import OPTIONS
 from flashrt.backends.cpu.kernels import KernelEntry
 
 
@@ -16,9 +17,7 @@ def compiled_ir(entry: KernelEntry) -> tuple[str, str]:
     object code runs in a process that never imports numba.
     """
     maker = getattr(import_module(f"flashrt.backends.cpu.{entry.module}"), entry.maker)
-    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
-    function = maker(*entry.args)
-    dispatcher = njit(**options)(function)
+    dispatcher = njit(**OPTIONS)(maker(*entry.args))
     dispatcher.compile((types.int64,) * entry.arguments)
     (result,) = dispatcher.overloads.values()
     return result.fndesc.llvm_func_name, result.library.get_llvm_str()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from numba import njit, types
+from numba import types
 
 from flashrt.backends.cpu import rows
 from flashrt.backends.cpu.intrinsics import (
+    inner,
     copy_bytes,
     load_f32,
     load_i32,
@@ -36,25 +37,25 @@ C = rows.Copy(*range(len(rows.Copy._fields)))
 Q = rows.Quantize(*range(len(rows.Quantize._fields)))
 
 
-@njit
+@inner
 def silu(v):  # type: ignore[no-untyped-def]
     return v / (spread(types.float32(1)) + vexp(spread(types.float32(0)) - v))
 
 
-@njit
+@inner
 def gelu(v):  # type: ignore[no-untyped-def]
     one, half = spread(types.float32(1)), spread(types.float32(0.5))
-    return v * (one + verf(v * spread(types.float32(math.sqrt(0.5))))) * half
+    return v * half * (one + verf(v * spread(types.float32(math.sqrt(0.5)))))
 
 
-@njit
+@inner
 def gelu_tanh(v):  # type: ignore[no-untyped-def]
     one, half = spread(types.float32(1)), spread(types.float32(0.5))
     cube = spread(types.float32(0.044715)) * v * v * v
-    return v * (one + vtanh(spread(types.float32(math.sqrt(2 / math.pi))) * (v + cube))) * half
+    return v * half * (one + vtanh(spread(types.float32(math.sqrt(2 / math.pi))) * (v + cube)))
 
 
-@njit
+@inner
 def relu(v):  # type: ignore[no-untyped-def]
     return vmax(v, spread(types.float32(0)))
 
@@ -64,7 +65,7 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-@njit
+@inner
 def other(b, step, c, count):  # type: ignore[no-untyped-def]
     """16 elements of a row of the second operand, or its one number 16 times."""
     return load(b + 4 * c, count) if step else spread(load_f32(b))
@@ -103,34 +104,34 @@ def _unary(function: Any) -> Any:
 
 def add() -> Any:
     """a + b"""
-    return _binary(njit(lambda a, b: a + b))
+    return _binary(inner(lambda a, b: a + b))
 
 
 def mul() -> Any:
     """a · b"""
-    return _binary(njit(lambda a, b: a * b))
+    return _binary(inner(lambda a, b: a * b))
 
 
 def gated(act: str) -> Any:
     """act(a) · b"""
     function = ACTIVATIONS[act]
-    return _binary(njit(lambda a, b: function(a) * b))
+    return _binary(inner(lambda a, b: function(a) * b))
 
 
 def activation(act: str) -> Any:
     """act(a)"""
     function = ACTIVATIONS[act]
-    return _unary(njit(lambda a, by: function(a)))
+    return _unary(inner(lambda a, by: function(a)))
 
 
 def scale() -> Any:
     """a · by"""
-    return _unary(njit(lambda a, by: a * by))
+    return _unary(inner(lambda a, by: a * by))
 
 
 def softcap() -> Any:
     """by · tanh(a / by)"""
-    return _unary(njit(lambda a, by: by * vtanh(a / by)))
+    return _unary(inner(lambda a, by: by * vtanh(a / by)))
 
 
 def copy() -> Any:
@@ -168,7 +169,7 @@ def quantize() -> Any:
     return kernel
 
 
-@njit
+@inner
 def round_even(v):  # type: ignore[no-untyped-def]
     """The nearest whole number, half to even, for |v| < 2^22."""
     shift = types.float32(1.5 * 2.0**23)

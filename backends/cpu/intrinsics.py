@@ -14,6 +14,10 @@ from numba.extending import intrinsic
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F32, F64 = ir.FloatType(), ir.DoubleType()
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+# Options of every compiled function: no wrappers for Python callers, IEEE division, and so nothing
+# that raises or needs the interpreter.
+OPTIONS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
+inner = njit(**OPTIONS)
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -54,19 +58,19 @@ load_i32, store_i32 = _load(types.int32, I32), _store(types.int32, I32)
 load_u8, store_u8 = _load(types.uint8, I8), _store(types.uint8, I8)
 
 
-@njit
+@inner
 def word(row, field):  # type: ignore[no-untyped-def]
     """An int64 field of a row."""
     return load_i64(row + 8 * field)
 
 
-@njit
+@inner
 def number(row, field):  # type: ignore[no-untyped-def]
     """A float64 field of a row."""
     return load_f64(row + 8 * field)
 
 
-@njit
+@inner
 def operand(row, at_field, field):  # type: ignore[no-untyped-def]
     """The address of an operand that may lie in the block table; 0 when it is absent."""
     entry = load_i64(row + 8 * at_field)

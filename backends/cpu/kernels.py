@@ -13,7 +13,7 @@ from flashrt.layouts import LAYOUTS, Layout
 class KernelEntry:
     """How one function is compiled: `module.maker(*args)` gives Python code of `arguments` int64.
 
-    requires: processor features without which it must not be compiled or called.
+    requires: features of an x86 processor without which it must not be compiled or called.
     """
 
     module: str
@@ -32,8 +32,10 @@ def _matrices(layout: Layout) -> dict[str, KernelEntry]:
         args: tuple[str | int | bool, ...] = (layout.bits, layout.minimum)
     else:
         makers, args = ("plain", "plain_embedding"), (layout.name,)
+    # f16 scales and elements are widened by the processor
+    requires = frozenset() if layout.name in ("f32", "bf16") else frozenset({"f16c"})
     names = (f"linear.{layout.name}", f"embedding.{layout.name}")
-    return {n: KernelEntry("linear", m, args) for n, m in zip(names, makers, strict=True)}
+    return {n: KernelEntry("linear", m, args, requires=requires) for n, m in zip(names, makers, strict=True)}
 
 
 KERNELS: Mapping[str, KernelEntry] = {

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numba import njit, types
+from numba import types
 
 from flashrt.backends.cpu import rows
 from flashrt.backends.cpu.intrinsics import (
+    inner,
     copy_bytes,
     load_i32,
     load_u8,
@@ -30,14 +31,14 @@ E = rows.Embedding(*range(len(rows.Embedding._fields)))
 Kernel = Callable[[Any, Any, Any], None]
 
 
-@njit
+@inner
 def zero(address, count):  # type: ignore[no-untyped-def]
     """`count` vectors of zeros."""
     for i in range(count):
         store_whole(address + 64 * i, spread(types.float32(0)))
 
 
-@njit
+@inner
 def finish(row, total, t, channel, count):  # type: ignore[no-untyped-def]
     """Adds bias and residual to min(16, count) totals and stores them."""
     bias = operand(row, L.bias_at, L.bias)
@@ -55,7 +56,7 @@ def quantised(bits: int, minimum: bool) -> Kernel:
     quant_bytes = 16 * 32 * bits // 8
     block_bytes = quant_bytes + (64 if minimum else 32)
 
-    @njit
+    @inner
     def add(tokens, q, s, m, blocks, x, x_stride, acc):  # type: ignore[no-untyped-def]
         if tokens == 8:
             tile8(q, s, m, blocks, x, x_stride, acc)
@@ -100,7 +101,7 @@ def plain(element: str) -> Kernel:
     tail44, tail41, tail14, tail11 = (plain_tile("f32", r, t) for r in (4, 1) for t in (4, 1))
     one, size = element_as_f32(element), 4 if element == "f32" else 2
 
-    @njit
+    @inner
     def add(channels, tokens, w, w_stride, x, x_stride, steps, acc):  # type: ignore[no-untyped-def]
         if channels == 4 and tokens == 4:
             tile44(w, w_stride, x, x_stride, steps, acc)
@@ -111,7 +112,7 @@ def plain(element: str) -> Kernel:
         else:
             tile11(w, w_stride, x, x_stride, steps, acc)
 
-    @njit
+    @inner
     def add_tail(channels, tokens, w, w_stride, x, x_stride, count, acc, padded):  # type: ignore[no-untyped-def]
         """The last `count` < 16 of K: both sides copied as f32 with zeros behind."""
         zero(padded, 8)
@@ -158,7 +159,7 @@ def plain(element: str) -> Kernel:
     return kernel
 
 
-@njit
+@inner
 def fill_nan(address, count):  # type: ignore[no-untyped-def]
     """`count` floats of NaN."""
     for c in range(0, count, 16):
@@ -184,7 +185,7 @@ def plain_embedding(element: str) -> Kernel:
     """Rows of plain elements, as float32."""
     one, size = element_as_f32(element), 4 if element == "f32" else 2
 
-    @njit
+    @inner
     def decode(weights, id, count, y):  # type: ignore[no-untyped-def]
         for k in range(count):
             store_f32(y + 4 * k, one(weights + (id * count + k) * size))
@@ -197,14 +198,14 @@ def quantised_embedding(bits: int, minimum: bool) -> Kernel:
     half, quant_bytes = element_as_f32("f16"), 16 * 32 * bits // 8
     block_bytes = quant_bytes + (64 if minimum else 32)
 
-    @njit
+    @inner
     def quant(block, channel, k):  # type: ignore[no-untyped-def]
         if bits == 8:
             return types.int64(types.int8(load_u8(block + (k >> 2) * 64 + channel * 4 + (k & 3))))
         both = types.int64(load_u8(block + (k >> 3) * 64 + channel * 4 + (k & 3)))
         return (both >> (k & 4)) & 15
 
-    @njit
+    @inner
     def decode(weights, id, count, y):  # type: ignore[no-untyped-def]
         blocks, channel = (count + 31) >> 5, id & 15
         group = weights + (id >> 4) * blocks * block_bytes

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from numba import njit, types
+from numba import types
 
 from flashrt.backends.cpu import rows
-from flashrt.backends.cpu.intrinsics import number, operand, stack, word
+from flashrt.backends.cpu.intrinsics import inner, number, operand, stack, word
 from flashrt.backends.cpu.vector import fma, lane_sum, load, spread, store
 
 N = rows.Norm(*range(len(rows.Norm._fields)))
 
 
-@njit
+@inner
 def sum_of(x, count):  # type: ignore[no-untyped-def]
     total = spread(types.float32(0))
     for c in range(0, count, 16):
@@ -22,7 +22,7 @@ def sum_of(x, count):  # type: ignore[no-untyped-def]
     return lane_sum(total)
 
 
-@njit
+@inner
 def sum_of_squares(x, count, mean):  # type: ignore[no-untyped-def]
     """Σ (x - mean)²"""
     total = spread(types.float32(0))
@@ -35,7 +35,7 @@ def sum_of_squares(x, count, mean):  # type: ignore[no-untyped-def]
     return lane_sum(total)
 
 
-@njit
+@inner
 def part(v, count):  # type: ignore[no-untyped-def]
     """The first `count` lanes, zeros behind."""
     buffer = stack(64)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from numba import njit, types
+from numba import types
 
 from flashrt.backends.cpu import rows
 from flashrt.backends.cpu.intrinsics import (
+    inner,
     load_f32,
     load_f64,
     load_i32,
@@ -32,7 +33,7 @@ FAR = -60.0  # a distance from which e^distance adds nothing to a float64 sum th
 LARGEST = 3.4028234663852886e38
 
 
-@njit
+@inner
 def splitmix64(x):  # type: ignore[no-untyped-def]
     """One step of the splitmix64 generator (Steele, Lea, Flood 2014)."""
     x = types.uint64(x + types.uint64(0x9E3779B97F4A7C15))
@@ -41,14 +42,14 @@ def splitmix64(x):  # type: ignore[no-untyped-def]
     return x ^ (x >> types.uint64(31))
 
 
-@njit
+@inner
 def uniform(seed, draw):  # type: ignore[no-untyped-def]
     """A number in [0, 1) that depends on (seed, draw) alone."""
     bits = splitmix64(types.uint64(seed) ^ splitmix64(types.uint64(draw)))
     return types.float64(types.int64(bits >> types.uint64(11))) / 9007199254740992.0
 
 
-@njit
+@inner
 def drawable(x):  # type: ignore[no-untyped-def]
     """NaN as -inf, +inf as the largest float32."""
     if x != x:
@@ -56,7 +57,7 @@ def drawable(x):  # type: ignore[no-untyped-def]
     return min(x, types.float32(LARGEST))
 
 
-@njit
+@inner
 def penalised(x, penalty):  # type: ignore[no-untyped-def]
     if x == types.float32(-math.inf):
         return x
@@ -64,7 +65,7 @@ def penalised(x, penalty):  # type: ignore[no-untyped-def]
     return max(y, types.float32(-LARGEST))
 
 
-@njit
+@inner
 def prepare(row, n, values):  # type: ignore[no-untyped-def]
     """Logits that can be drawn, penalties applied, into `values`; the largest's index."""
     v, h = word(row, S.v), word(row, S.h)
@@ -85,14 +86,14 @@ def prepare(row, n, values):  # type: ignore[no-untyped-def]
     return best
 
 
-@njit
+@inner
 def before(values, i, j):  # type: ignore[no-untyped-def]
     """Whether token i comes before token j: larger logit, or the same and a lower id."""
     a, b = load_f32(values + 4 * i), load_f32(values + 4 * j)
     return a > b or (a == b and i < j)
 
 
-@njit
+@inner
 def sink_down(values, heap, at, count):  # type: ignore[no-untyped-def]
     while True:
         child = 2 * at + 1
@@ -109,7 +110,7 @@ def sink_down(values, heap, at, count):  # type: ignore[no-untyped-def]
         at = child
 
 
-@njit
+@inner
 def sort(values, list, count):  # type: ignore[no-untyped-def]
     """Heapsort of token ids into descending order."""
     for at in range((count >> 1) - 1, -1, -1):
@@ -121,19 +122,19 @@ def sort(values, list, count):  # type: ignore[no-untyped-def]
         sink_down(values, list, 0, end)
 
 
-@njit
+@inner
 def distance(values, i, top, temperature):  # type: ignore[no-untyped-def]
     """(logit - largest) / temperature, at most 0."""
     return (types.float64(load_f32(values + 4 * i)) - top) / temperature
 
 
-@njit
+@inner
 def bucket_of(d):  # type: ignore[no-untyped-def]
     """Buckets descend: 0 holds the largest logits. 1/16 wide; the last holds all the rest."""
     return types.int64(min(-d * 16.0, BUCKETS - 1.0))
 
 
-@njit
+@inner
 def gather(values, list, v, top, temperature, bucket):  # type: ignore[no-untyped-def]
     """The tokens of one bucket in descending order; how many."""
     count = 0
@@ -145,7 +146,7 @@ def gather(values, list, v, top, temperature, bucket):  # type: ignore[no-untype
     return count
 
 
-@njit
+@inner
 def kth(values, list, counts, v, top, temperature, k):  # type: ignore[no-untyped-def]
     """The k-th token in descending order (the last one when there are fewer)."""
     for b in range(BUCKETS):
@@ -162,7 +163,7 @@ def kth(values, list, counts, v, top, temperature, k):  # type: ignore[no-untype
     return types.int64(load_i32(list + 4 * (k - 1 - (seen - load_i64(counts + 8 * b)))))
 
 
-@njit
+@inner
 def weight(values, i, top, temperature, least, last):  # type: ignore[no-untyped-def]
     """e^distance of a token that is kept, else 0. last: the last token kept by top_k, or -1."""
     d = distance(values, i, top, temperature)
@@ -172,7 +173,7 @@ def weight(values, i, top, temperature, least, last):  # type: ignore[no-untyped
     return p if p >= least else 0.0
 
 
-@njit
+@inner
 def walk_to(values, list, masses, v, top, temperature, least, last, goal, passing):  # type: ignore[no-untyped-def]
     """The first token in descending order whose running sum reaches `goal` (exceeds it, if
     `passing`), and that sum; the last token with a weight when none does."""
@@ -199,7 +200,7 @@ def walk_to(values, list, masses, v, top, temperature, least, last, goal, passin
     return token, running
 
 
-@njit
+@inner
 def fill_masses(values, masses, v, top, temperature, least, last):  # type: ignore[no-untyped-def]
     """The weights of each bucket, added in order of ids; the sum of all buckets."""
     for b in range(BUCKETS):
@@ -213,7 +214,7 @@ def fill_masses(values, masses, v, top, temperature, least, last):  # type: igno
     return total
 
 
-@njit
+@inner
 def pick(row, n, values, list, counts, masses):  # type: ignore[no-untyped-def]
     """The token of row n."""
     v = word(row, S.v)

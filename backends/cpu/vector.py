@@ -12,12 +12,12 @@ import operator
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from flashrt.backends.cpu.intrinsics import F32, I1, I32, I64, at
+from flashrt.backends.cpu.intrinsics import inner, F32, I1, I32, I64, at
 
 LANES = 16
 V = ir.VectorType(F32, LANES)
@@ -207,13 +207,13 @@ def store_part(typing, address, v, count):  # type: ignore[no-untyped-def]
     return types.void(types.int64, f32x16, types.int64), codegen
 
 
-@njit
+@inner
 def load(address, count):  # type: ignore[no-untyped-def]
     """min(16, count) floats; the other lanes are 0."""
     return load_whole(address) if count >= 16 else load_part(address, count)
 
 
-@njit
+@inner
 def store(address, v, count):  # type: ignore[no-untyped-def]
     """The first min(16, count) lanes."""
     if count >= 16:
@@ -275,8 +275,8 @@ def emit_tanh(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     near = muladd(builder, builder.fmul(x, square), p, x)
     e = emit_exp(builder, builder.fadd(size, size))
     far = builder.fsub(constant(1.0), builder.fdiv(constant(2.0), builder.fadd(e, constant(1.0))))
-    far = call(builder, "llvm.copysign.v16f32", V, far, x)
-    return builder.select(builder.fcmp_ordered("<", size, constant(0.6)), near, far)
+    either = builder.select(builder.fcmp_ordered("<", size, constant(0.6)), near, far)
+    return call(builder, "llvm.copysign.v16f32", V, either, x)
 
 
 @intrinsic
@@ -303,7 +303,7 @@ def verf(typing, v):  # type: ignore[no-untyped-def]
     return f32x16(f32x16), codegen
 
 
-@njit
+@inner
 def vsigmoid(v):  # type: ignore[no-untyped-def]
     """1 / (1 + e^-v)"""
     one = spread(types.float32(1))

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit, types
+from numba import types
 
 from flashrt.backends.cpu.intrinsics import (
+    inner,
     atomic_add,
     call_kernel,
     clock_ns,
@@ -53,7 +54,7 @@ IDLE_NS = 200_000  # how long a helper spins for the next step before it sleeps 
 ABORTED, BROKEN = 1, 2
 
 
-@njit
+@inner
 def rest(turns):  # type: ignore[no-untyped-def]
     """One turn of a wait: the longer it lasts, the more it leaves to others."""
     if turns < SPINS:
@@ -64,7 +65,7 @@ def rest(turns):  # type: ignore[no-untyped-def]
         sleep_us(NAP_US)
 
 
-@njit
+@inner
 def wait_for(address, value, code, control):  # type: ignore[no-untyped-def]
     """Waits until the word is at least `value`; False when the run is aborted."""
     turns = 0
@@ -76,7 +77,7 @@ def wait_for(address, value, code, control):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit
+@inner
 def barrier(nth, count, code, control):  # type: ignore[no-untyped-def]
     """Waits for the whole team, for the count-th time in this run; False when it is aborted."""
     if atomic_add(control + ARRIVED, 1) + 1 == count * nth:
@@ -85,7 +86,7 @@ def barrier(nth, count, code, control):  # type: ignore[no-untyped-def]
     return wait_for(control + RELEASED, count, code, control)
 
 
-@njit
+@inner
 def wait_ticks(row, epoch, code, control):  # type: ignore[no-untyped-def]
     """All waits of a row."""
     at, end = load_i64(row + 8 * H.waits), load_i64(row + 8 * H.waits_end)
@@ -96,14 +97,14 @@ def wait_ticks(row, epoch, code, control):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit
+@inner
 def signal_ticks(row, epoch, code):  # type: ignore[no-untyped-def]
     """All signals of a row."""
     for i in range(load_i64(row + 8 * H.signals), load_i64(row + 8 * H.signals_end)):
         store_release(load_i64(load_i64(code + 8 * C.signals) + 8 * i), epoch)
 
 
-@njit
+@inner
 def run_row(tid, nth, i, row, epoch, code, control):  # type: ignore[no-untyped-def]
     """Waits and computes; 0, or why not."""
     stamps = load_i64(code + 8 * C.stamps) + 24 * i
@@ -119,14 +120,14 @@ def run_row(tid, nth, i, row, epoch, code, control):  # type: ignore[no-untyped-
     return 0
 
 
-@njit
+@inner
 def end_row(i, row, epoch, code):  # type: ignore[no-untyped-def]
     """Thread 0, when everyone is through: the last stamp, then the signals."""
     store_i64(load_i64(code + 8 * C.stamps) + 24 * i + 16, clock_ns())
     signal_ticks(row, epoch, code)
 
 
-@njit
+@inner
 def walk(tid, nth, code, epoch, control):  # type: ignore[no-untyped-def]
     """All rows, for one thread; 0, or why it stopped early."""
     rows, count = load_i64(code + 8 * C.rows), load_i64(code + 8 * C.count)
@@ -157,7 +158,7 @@ def walk(tid, nth, code, epoch, control):  # type: ignore[no-untyped-def]
     return 0
 
 
-@njit
+@inner
 def walk_or_fault(tid, nth, code, epoch, control):  # type: ignore[no-untyped-def]
     """`walk`; a failure is said to the others."""
     status = walk(tid, nth, code, epoch, control)
@@ -187,7 +188,7 @@ def team_run() -> Any:
     return kernel
 
 
-@njit
+@inner
 def idle(control, seen):  # type: ignore[no-untyped-def]
     """Waits for GO to move on from `seen`: spins, yields, then sleeps until woken."""
     start, turns = clock_ns(), 0

@@ -17,13 +17,13 @@ Dims = int | tuple[int, ...] | None
 
 
 @into(MATH)
-def add(self: Num, other: Num, alpha: float = 1) -> Any:
-    return np.asarray(self) + np.asarray(other) * alpha if alpha != 1 else self + np.asarray(other)
+def add(self: Array, other: Num, alpha: float = 1) -> Any:
+    return self + other * alpha
 
 
 @into(MATH, "subtract")
-def sub(self: Num, other: Num, alpha: float = 1) -> Any:
-    return np.asarray(self) - (other * alpha if alpha != 1 else other)
+def sub(self: Array, other: Num, alpha: float = 1) -> Any:
+    return self - other * alpha
 
 
 @into(MATH)
@@ -32,8 +32,8 @@ def rsub(self: Array, other: Num, alpha: float = 1) -> Any:
 
 
 @into(MATH, "multiply")
-def mul(self: Num, other: Num) -> Any:
-    return self * np.asarray(other) if isinstance(self, int | float) else self * other
+def mul(self: Array, other: Num) -> Any:
+    return self * other
 
 
 @into(MATH, "true_divide", "divide")
@@ -274,21 +274,17 @@ def log_softmax(self: Array, dim: int) -> Any:
 
 
 # ---- order ------------------------------------------------------------------
-def descending(self: Array, dim: int) -> Array:
-    """Indices that sort largest first; equal values keep their order."""
-    flipped = np.flip(self, axis=dim)
-    back = np.flip(np.argsort(flipped, axis=dim, kind="stable"), axis=dim)
-    return np.asarray(self.shape[dim] - 1 - back)
+def order(self: Array, dim: int, largest_first: bool) -> Array:
+    """Indices that sort along `dim`; equal values keep their order."""
+    if not largest_first:
+        return np.argsort(self, axis=dim, kind="stable")
+    back = np.argsort(np.flip(self, axis=dim), axis=dim, kind="stable")
+    return np.asarray(self.shape[dim] - 1 - np.flip(back, axis=dim))
 
 
 @into(MATH)
-def argsort(self: Array, dim: int = -1, descending_: bool = False, descending: bool = False) -> Any:
+def argsort(self: Array, dim: int = -1, descending: bool = False) -> Any:
     return order(self, dim, descending)
-
-
-def order(self: Array, dim: int, largest_first: bool) -> Array:
-    """Indices that sort along `dim`, stably."""
-    return descending(self, dim) if largest_first else np.argsort(self, axis=dim, kind="stable")
 
 
 @into(MATH)

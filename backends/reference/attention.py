@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashrt.backends.reference.arrays import F32, I64, Array, AttrMap, real
+from flashrt.backends.reference.arrays import F32, Array, AttrMap, real
 from flashrt.ir.ops import PAGE
 
 
@@ -45,7 +45,7 @@ def step(inputs: Sequence[Array], kv: F32, shape: Shape) -> F32:
     return attention(kv, shape, q, positions, seq, pages, *sinks)
 
 
-def kv_write(kv: F32, shape: Shape, k: Array, v: Array, positions: I64, seq: I64, pages: I64) -> None:
+def kv_write(kv: F32, shape: Shape, k: Array, v: Array, positions: Array, seq: Array, pages: Array) -> None:
     """Writes the step's keys k[T, Hk*head_dim] and values v[T, Hk*value_dim] into their pages of `kv`."""
     page, row = pages[seq, positions // PAGE], positions % PAGE
     t, heads = len(positions), shape.kv_heads
@@ -54,7 +54,7 @@ def kv_write(kv: F32, shape: Shape, k: Array, v: Array, positions: I64, seq: I64
 
 
 def attention(
-    kv: F32, shape: Shape, q: Array, positions: I64, seq: I64, pages: I64, sinks: Array | None = None
+    kv: F32, shape: Shape, q: Array, positions: Array, seq: Array, pages: Array, sinks: Array | None = None
 ) -> F32:
     """q[T, Hq*head_dim] → [T, Hq*value_dim]: each token attends to the written keys of its sequence.
 
@@ -70,31 +70,25 @@ def attention(
         table = kv[pages[s, : -(-length // PAGE)]]  # [pages, 2, Hk, 16, D]
         rows = table.transpose(1, 2, 0, 3, 4).reshape(2, shape.kv_heads, -1, kv.shape[-1])[:, :, :length]
         keys, values = rows[0, ..., : shape.head_dim], rows[1, ..., : shape.value_dim]
-        mask = visible(positions[tokens], np.arange(length), shape)
-        out[tokens] = attend(real(q[tokens]), keys, values, mask, shape, sinks)
+        # token by token, over the keys it sees: its sums don't depend on what else is in the step
+        for t in tokens:
+            end = int(positions[t]) + 1 if shape.causal else length
+            start = max(0, int(positions[t]) + 1 - shape.window) if shape.window > 0 else 0
+            out[t] = attend(real(q[t]), keys[:, start:end], values[:, start:end], shape, sinks)
     return out
 
 
-def visible(own: I64, keys: I64, shape: Shape) -> Array:
-    """bool [tokens, keys]: which key positions a token at position `own` may see."""
-    distance = own[:, None] - keys
-    mask = distance >= 0 if shape.causal else np.full(distance.shape, True)
-    return mask & (distance < shape.window) if shape.window > 0 else mask
-
-
-def attend(q: F32, keys: F32, values: F32, mask: Array, shape: Shape, sinks: Array | None) -> F32:
-    """q[t, Hq*d], keys[Hk, L, d], values[Hk, L, dv], mask[t, L] → [t, Hq*dv]."""
-    t, group = len(q), shape.heads // shape.kv_heads
-    grouped = q.reshape(t, shape.kv_heads, group, shape.head_dim).transpose(1, 2, 0, 3)  # Hk, G, t, d
-    scores = (grouped @ keys[:, None].swapaxes(-1, -2)) * np.float32(shape.scale)
+def attend(q: F32, keys: F32, values: F32, shape: Shape, sinks: Array | None) -> F32:
+    """One token: q[Hq*d] over keys[Hk, L, d], values[Hk, L, dv] → [Hq*dv]."""
+    group = shape.heads // shape.kv_heads
+    grouped = q.reshape(shape.kv_heads, group, shape.head_dim)
+    scores = np.einsum("hgd,hld->hgl", grouped, keys) * np.float32(shape.scale)
     if shape.softcap > 0:
         scores = np.float32(shape.softcap) * np.tanh(scores / np.float32(shape.softcap))
-    scores = np.where(mask, scores, np.float32(-np.inf))
-    sink = np.full((shape.kv_heads, group, 1, 1), -np.inf, np.float32)
+    sink = np.full((shape.kv_heads, group, 1), -np.inf, np.float32)
     if sinks is not None:
         sink = real(sinks).reshape(sink.shape)
     top = np.maximum(scores.max(axis=-1, keepdims=True), sink)
     weights = np.exp(scores - top)
     weights = weights / (weights.sum(axis=-1, keepdims=True) + np.exp(sink - top))
-    mixed = weights @ values[:, None]  # Hk, G, t, dv
-    return mixed.transpose(2, 0, 1, 3).reshape(t, -1)
+    return np.einsum("hgl,hld->hgd", weights, values).reshape(-1)

@@ -190,9 +190,9 @@ def _dispatch(
     args = _arrays(d.args, d.device, access, env)
     out = TensorType(access.slots[d.dst.slot].type.dtype, dst.shape)
     if kernel.op == "attention":
-        q, positions, seq, pages, *sinks = args
-        kv = access.state(d.reads[0], d.device)
-        dst[...] = paged.attention(kv, paged.Shape.of(attrs), q, positions, seq, pages, *sinks)
+        shape, kv = paged.Shape.of(attrs), access.state(d.reads[0], d.device)
+        # a host row is the whole node; elsewhere `kv_write` has written the keys and values
+        dst[...] = paged.step(args, kv, shape) if d.writes else paged.attention(kv, shape, *args)
     elif kernel.op == "linear":
         if bias is not None:
             args.insert(2, access.block(bias, d.device, env))

@@ -13,7 +13,7 @@ from flashrt.backends.reference.arrays import DTYPE, Array, AttrMap, attr_at, sh
 from flashrt.backends.reference.ops import NAMED, linear
 from flashrt.errors import PlanError
 from flashrt.ir import logical
-from flashrt.ir.types import Expr, TensorType, Weight, show
+from flashrt.ir.types import SYMBOL, TensorType, Weight, show
 
 STATEFUL = ("kv_write", "attention", "flashrt.attention")
 
@@ -132,16 +132,18 @@ def _evaluate(
 
 def symbols_of_step(graph: logical.Graph, inputs: Mapping[str, Array]) -> dict[str, int]:
     """What each symbol is, by the shapes of the inputs. Raises PlanError when one is missing or misshapen."""
+    missing = [i.name for i in graph.inputs if i.name not in inputs]
+    if missing:
+        names = ", ".join(i.name for i in graph.inputs)
+        raise PlanError(f"input {missing[0]!r} of {graph.name} is missing", hint=f"inputs: {names}")
     env: dict[str, int] = {}
     for declared in graph.inputs:
-        if declared.name not in inputs:
-            names = ", ".join(i.name for i in graph.inputs)
-            raise PlanError(f"input {declared.name!r} of {graph.name} is missing", hint=f"inputs: {names}")
-        shape = np.shape(inputs[declared.name])
-        for dim, n in zip(declared.type.shape, shape, strict=False):
-            if isinstance(dim, Expr):
+        for dim, n in zip(declared.type.shape, np.shape(inputs[declared.name]), strict=False):
+            if SYMBOL.match(show(dim)):
                 env.setdefault(show(dim), n)
-        if len(shape) != len(declared.type.shape) or shape_at(declared.type, env) != shape:
+    for declared in graph.inputs:
+        shape = np.shape(inputs[declared.name])
+        if shape != shape_at(declared.type, env):
             raise PlanError(f"input {declared.name} is {list(shape)}, expected {declared.type} with {env}")
     return env
 

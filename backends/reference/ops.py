@@ -97,9 +97,13 @@ def _embedding(inputs: Sequence[Array], attrs: AttrMap, out: TensorType) -> Arra
 
 
 def linear(inputs: Sequence[Array], numerics: str) -> F32:
-    """x·wᵀ, then + bias, then + residual; with "act=i8/32 …" x is quantised first."""
+    """x·wᵀ, then + bias, then + residual; with "act=i8/32 …" x is quantised first.
+
+    einsum, not a BLAS product: an element's sum is then taken in the same order however many
+    rows and channels stand beside it, so that any batch and any column split give the same bits.
+    """
     x, w, *rest = (real(a) for a in inputs)
-    y = (fake_quantize(x) if numerics == LINEAR_I8 else x) @ w.T
+    y = np.einsum("...k,nk->...n", fake_quantize(x) if numerics == LINEAR_I8 else x, w)
     for addend in rest:
         y = y + addend
     return y

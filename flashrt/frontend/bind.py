@@ -59,7 +59,7 @@ def _find(source: str, index: WeightIndex, prefix: str, others: Iterable[str]) -
 
 
 def _spellings(name: str, prefix: str) -> Iterable[str]:
-    """How a checkpoint may write a tensor: as the model does, as its inner part, or as part of a larger one."""
+    """How a checkpoint may write a name: as the model does, as its inner part, or as part of a larger one."""
     inner = name.removeprefix(f"{prefix}.")
     yield name
     yield inner
@@ -101,8 +101,8 @@ def _check(weight: Weight, shapes: Sequence[tuple[int, ...]]) -> None:
     if len(shapes) > 1:
         joined = (sum(s[0] for s in shapes), *joined[1:])
     if joined != weight.type.shape or len({s[1:] for s in shapes}) > 1:
-        found = " + ".join(str(list(s)) for s in shapes)
+        found, wanted = " + ".join(str(list(s)) for s in shapes), list(weight.type.shape)
         raise ModelError(
-            f"tensor {', '.join(weight.sources)} has shape {found}, the model wants {list(weight.type.shape)}",
+            f"tensor {', '.join(weight.sources)} has shape {found}, the model wants {wanted}",
             hint="the weights belong to another model, or its configuration was changed",
         )

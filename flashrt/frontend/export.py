@@ -22,9 +22,8 @@ from flashrt.errors import ModelError, UnsupportedModel
 from flashrt.frontend import trace
 from flashrt.frontend.bind import bind
 from flashrt.frontend.imported import Imported
-from flashrt.ir.types import Symbol, Value, symbols_of
 from flashrt.ir.logical import Graph
-from flashrt.ir.types import Expr
+from flashrt.ir.types import Expr, Symbol, symbols_of
 from flashrt.weights.index import Tensor, WeightIndex
 from flashrt.weights.source import file_entry
 
@@ -48,11 +47,6 @@ def load_export(path: str | Path, *, largest: int = LARGEST) -> Imported:
     """
     path = Path(path)
     program = _read(path)
-    mutated = [*program.graph_signature.buffers_to_mutate.values(), *program.graph_signature.user_inputs_to_mutate.values()]
-    if mutated:
-        raise UnsupportedModel(
-            f"{path} changes {', '.join(mutated[:3])} when it runs", hint="export the module in eval mode"
-        )
     graph = trace.import_program(program, path.stem, symbols=())
     graph = _with_symbols(graph, program, largest)
     sources = [s for w in graph.weights for s in w.sources]
@@ -113,7 +107,8 @@ def _with_symbols(graph: Graph, program: Any, largest: int) -> Graph:
 
 
 def _used(graph: Graph) -> set[str]:
-    values: list[Value] = [d for x in (*graph.inputs, *graph.nodes) for d in x.type.shape]  # type: ignore[misc]
+    types = [*(i.type for i in graph.inputs), *(n.type for n in graph.nodes)]
+    values: list[Any] = [d for kind in types for d in kind.shape]
     values += [v for n in graph.nodes for _, v in n.attrs]
     found: set[str] = set()
     while values:

@@ -8,7 +8,8 @@ small model of the same class, with random parameters, is traced and tried:
 - with attention replaced by a function of one token, `f(x[rows]) == f(x)[rows]`, and each token alone. In
   float64, where rounding stays under 1e-9 and a leak doesn't; at positions spread over the whole context,
   since some leaks begin late; the replacement sees rotations, so wrong RoPE shows too;
-- with attention as flashrt defines it, the logits equal transformers' own for a sequence longer than the window;
+- with attention as flashrt defines it, the logits equal transformers' own for a sequence longer than the
+  window;
 - every layer has an attention site.
 """
 
@@ -102,7 +103,9 @@ def _rows(program: Any, vocab: int, longest: int) -> str:
     worst = max(float((run(rows) - whole[rows]).abs().max()) for rows in tries)
     leak = worst / max(float(whole.abs().max()), 1e-6)
     if not leak < ROW_TOLERANCE:
-        return f"its tokens influence each other outside attention (logits differ by {leak:.0e} of the largest)"
+        return (
+            f"its tokens influence each other outside attention (logits differ by {leak:.0e} of the largest)"
+        )
     return ""
 
 
@@ -114,13 +117,13 @@ def _logits(program: Any, model: torch.nn.Module, vocab: int) -> str:
         theirs = model(input_ids=ids[None], use_cache=False).logits[0].double()
     error = float((ours - theirs).abs().max() / theirs.abs().max())
     if not error < LOGIT_TOLERANCE:
-        return f"its logits differ from transformers' by {error:.0e} of the largest: its attention isn't conveyed"
+        return f"its attention isn't conveyed: logits differ from transformers' by {error:.0e} of the largest"
     return ""
 
 
 # ---- running a program in float64 --------------------------------------------
 def _one_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """A stand-in for attention that sees one token. Not invariant to rotation, else wrong RoPE would cancel."""
+    """Stands in for attention and sees one token. Not invariant to rotation, else wrong RoPE would cancel."""
     group = q.shape[1] // k.shape[1]
     slope = torch.linspace(-1, 1.5, q.shape[-1], dtype=q.dtype)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -193,11 +196,12 @@ def _verdicts() -> Path:
 
 def _key(small: Any, context: int) -> str:
     """What a verdict depends on: the small configuration, the libraries, and this code."""
-    facts = {k: v for k, v in small.to_dict().items() if k not in ("_name_or_path", "transformers_version", "dtype")}
-    code = [Path(str(m.__file__)).read_bytes() for m in (lm, hooks, rope, shrink)] + [Path(__file__).read_bytes()]
-    text = json.dumps([type(small).__name__, facts, min(context, 1 << 20), version("torch"), version("transformers")],
-                      sort_keys=True, default=str)  # fmt: skip
-    return hashlib.sha256(b"\0".join([text.encode(), *code])).hexdigest()[:32]
+    incidental = ("_name_or_path", "transformers_version", "dtype")
+    facts = {k: v for k, v in small.to_dict().items() if k not in incidental}
+    versions = [version("torch"), version("transformers")]
+    text = json.dumps([type(small).__name__, facts, context, versions], sort_keys=True, default=str)
+    code = [Path(str(module.__file__)).read_bytes() for module in (lm, hooks, rope, shrink, trace)]
+    return hashlib.sha256(b"\0".join([text.encode(), Path(__file__).read_bytes(), *code])).hexdigest()[:32]
 
 
 def _known(path: Path) -> str | None:

@@ -42,7 +42,7 @@ def load_gguf(path: str | Path, *, context: int | None = None) -> Imported:
     index = weight_index(header)
     chat = chat_facts(header, context, header.tensor("token_embd.weight").shape[0])
     graph, constants, _ = hf.trace_config(config, name=_name(header), context=context)
-    graph = bind(graph, index, constants.keys())
+    graph = bind(graph, index, constants)
     _refuse_unused(header, graph.weights, index)
     return Imported(graph, index, constants, chat)
 

@@ -31,11 +31,12 @@ _PHI3_BLOCK = _BLOCK | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up
 
 # Tensors that hold RoPE factors: they become part of the configuration.
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_ATTENTION_FACTOR = "rope.scaling.attn_factor"
 # Keys under the architecture that change what a model computes and that no known architecture here has.
 _STRANGE = (
     "expert_count", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "logit_scale",
-    "embedding_scale", "residual_scale", "rope.scaling.attn_factor", "attention.temperature_scale",
-    "attention.temperature_length",
+    "embedding_scale", "residual_scale", "rope.scaling.yarn_log_multiplier", "attention.temperature_scale",
+    "attention.temperature_length", _ATTENTION_FACTOR,
 )  # fmt: skip
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(.+)\Z")
 
@@ -141,9 +142,16 @@ def _disagrees(header: Header, key: str, value: object, other: str) -> ModelErro
 
 
 def _refuse_strange(header: Header) -> None:
+    if (parts := header.get("split.count", int, 1)) > 1:
+        raise UnsupportedModel(
+            f"{header.path} is one of {parts} parts of a model (split.count)",
+            hint="join them first: llama-gguf-split --merge",
+        )
     for key in _STRANGE:
+        if key == _ATTENTION_FACTOR and FACTORS[1] in header.tensors:
+            continue  # read together with the factors
         value = header.metadata.get(_key(header, key))
-        if value is not None and value not in (0, 1):
+        if value is not None and not (isinstance(value, int | float) and value in (0, 1)):
             raise UnsupportedModel(
                 f"{header.path}: metadata key {_key(header, key)} = {value} isn't supported",
                 hint="use the model's Hugging Face folder",
@@ -206,8 +214,6 @@ def _full_rotation(header: Header, values: Mapping[str, Any]) -> None:
 
 
 def _llama(header: Header, values: dict[str, Any]) -> dict[str, Any]:
-    if _key(header, "attention.key_length") not in header.metadata:
-        values["head_dim"] = _int(header, "rope.dimension_count", values["head_dim"])
     _full_rotation(header, values)
     more: dict[str, Any] = {
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
@@ -273,13 +279,17 @@ def _phi3(header: Header, values: dict[str, Any]) -> dict[str, Any]:
     rope["partial_rotary_factor"] = (
         _int(header, "rope.dimension_count", values["head_dim"]) / values["head_dim"]
     )
-    original = _int(header, "rope.scaling.original_context_length", values["max_position_embeddings"])
+    more: dict[str, Any] = {"rope_parameters": rope}
     if FACTORS[1] in header.tensors:
         rope["rope_type"] = "longrope"
         rope["long_factor"] = header.floats(FACTORS[1]).tolist()
         rope["short_factor"] = header.floats(FACTORS[2]).tolist()
-    window = _int(header, "attention.sliding_window", values["max_position_embeddings"])
-    return {"rope_parameters": rope, "original_max_position_embeddings": original, "sliding_window": window}
+        if _key(header, _ATTENTION_FACTOR) in header.metadata:
+            rope["attention_factor"] = _real(header, _ATTENTION_FACTOR)
+        more["original_max_position_embeddings"] = _int(header, "rope.scaling.original_context_length")
+    if _key(header, "attention.sliding_window") in header.metadata:
+        more["sliding_window"] = _int(header, "attention.sliding_window")
+    return more
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {

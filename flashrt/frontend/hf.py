@@ -34,10 +34,12 @@ def load_hf(folder_or_repo: str, *, context: int | None = None) -> Imported:
     folder = Path(folder_or_repo).expanduser()
     if not folder.is_dir():
         if folder_or_repo.count("/") != 1 or folder_or_repo.startswith((".", "/", "~")):
-            raise ModelError(f"{folder_or_repo} isn't a folder", hint="give a model folder or a repository id (org/name)")
+            raise ModelError(
+                f"{folder_or_repo} isn't a folder", hint="give a model folder or a repository id (org/name)"
+            )
         folder = hub.fetch(folder_or_repo)
     raw = _raw_config(folder)
-    config = read_config(folder)
+    config = read_config(folder, raw)
     index = _index(folder)
     length = longest(config, context)
     chat = read_chat(folder, raw, length)
@@ -90,8 +92,8 @@ def _raw_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def read_config(folder: Path) -> Any:
-    """The folder's configuration as transformers' object; of a multimodal model, its text part.
+def read_config(folder: Path, raw: Mapping[str, Any]) -> Any:
+    """The folder's config.json (`raw`) as transformers' object; of a multimodal model, its text part.
 
     Raises:
         UnsupportedModel: transformers doesn't know the type, or has no causal language model of it.
@@ -99,7 +101,7 @@ def read_config(folder: Path) -> Any:
     """
     from transformers import AutoConfig  # slow to import: only when a model is traced
 
-    known_type(str(_raw_config(folder)["model_type"]))
+    known_type(str(raw["model_type"]))
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # whatever a configuration class makes of wrong values
@@ -130,7 +132,10 @@ def longest(config: Any, context: int | None) -> int:
     """
     limit = getattr(config, "max_position_embeddings", None)
     if context is None and not isinstance(limit, int):
-        raise ModelError(f"the configuration of this {config.model_type} has no max_position_embeddings", hint="give a context length")
+        raise ModelError(
+            f"the configuration of this {config.model_type} has no max_position_embeddings",
+            hint="give a context length",
+        )
     if context is None:
         return int(limit)  # type: ignore[arg-type]
     if context < 1 or (isinstance(limit, int) and context > limit):
@@ -145,7 +150,9 @@ def refuse_known(config: Any) -> None:
         raise UnsupportedModel(f"{kind} is an encoder and decoder; flashrt runs decoder-only models")
     other = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENDING)
     if other:
-        raise UnsupportedModel(f"{kind} has layers of kind {', '.join(other)}; supported: {', '.join(sorted(ATTENDING))}")
+        raise UnsupportedModel(
+            f"{kind} has layers of kind {', '.join(other)}; supported: {', '.join(sorted(ATTENDING))}"
+        )
     experts = max((n for n in (getattr(config, e, None) for e in EXPERTS) if isinstance(n, int)), default=0)
     if experts > 1:
         raise UnsupportedModel(f"{kind} routes tokens to {experts} experts, which isn't supported yet")

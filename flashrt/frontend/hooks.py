@@ -23,9 +23,7 @@ LIBRARY.define(
 
 
 @torch.library.register_fake("flashrt::attention", lib=LIBRARY)
-def _attention_shape(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object
-) -> torch.Tensor:
+def _attention_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> torch.Tensor:
     """q [T,Hq,D], k [T,Hk,D], v [T,Hk,Dv] → [T,Hq,Dv]."""
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
@@ -66,7 +64,9 @@ def _attention(
 
 
 def _experts(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-    raise UnsupportedModel(f"the model routes tokens to experts ({type(module).__name__}), which isn't supported yet")
+    raise UnsupportedModel(
+        f"the model routes tokens to experts ({type(module).__name__}), which isn't supported yet"
+    )
 
 
 def register() -> None:

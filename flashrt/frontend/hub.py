@@ -9,8 +9,9 @@ from huggingface_hub import errors, snapshot_download
 from flashrt.errors import ModelError
 
 FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "chat_template.json", "*.safetensors", "*.safetensors.index.json",
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+    "*.safetensors", "*.safetensors.index.json",
 )  # fmt: skip
 SECONDS = 10.0  # to wait for the hub's first answer
 
@@ -28,7 +29,9 @@ def fetch(repo: str) -> Path:
     except errors.HFValidationError as error:
         raise ModelError(f"{repo!r} is neither a folder nor a repository id: {error}") from None
     except errors.GatedRepoError:
-        raise ModelError(f"{repo} asks for its licence to be accepted", hint="hf auth login, then retry") from None
+        raise ModelError(
+            f"{repo} asks for its licence to be accepted", hint="hf auth login, then retry"
+        ) from None
     except errors.RepositoryNotFoundError:
         raise ModelError(
             f"the hub has no repository {repo}, or it is private", hint="check the name, or hf auth login"

@@ -14,9 +14,11 @@ def freeze(model: torch.nn.Module, context: int) -> None:
     """Replaces RoPE frequencies that depend on the step's longest position by those for `context` tokens.
 
     transformers recomputes them for the whole batch as it grows ("dynamic", "longrope"); then one sequence's
-    length would change another's tokens. Afterwards a sequence has one set of frequencies from its first token.
+    length would change another's tokens. Afterwards a sequence has one set of frequencies throughout.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # slow to import: only when a model is traced
+    from transformers.modeling_rope_utils import (
+        ROPE_INIT_FUNCTIONS,
+    )  # slow to import: only when a model is traced
 
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -41,7 +43,7 @@ def freeze(model: torch.nn.Module, context: int) -> None:
 def constants(config: Any, context: int) -> dict[str, NDArray[np.generic]]:
     """Values of every buffer that no checkpoint holds, by its name in the model.
 
-    The model is built without memory; only the modules that own such buffers are filled, as transformers does.
+    The model is built without memory; only modules that own such buffers are filled, as transformers does.
     """
     from transformers import AutoModelForCausalLM  # slow to import: only when a model is traced
 

@@ -14,9 +14,11 @@ LAYERS = 4  # at most
 
 # what each field becomes where the configuration has it (and it isn't None)
 _SIZES: Mapping[str, int] = {
-    "vocab_size": 199, "vocab_size_per_layer_input": 199, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 199, "vocab_size_per_layer_input": 199,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "intermediate_size": 96, "n_inner": 96, "ffn_dim": 96, "ffn_hidden_size": 96, "ffn_hidden_dim": 96,
-    "head_dim": HEAD, "attention_head_dim": HEAD, "kv_channels": HEAD, "global_head_dim": HEAD, "rotary_dim": 8,
+    "head_dim": HEAD, "attention_head_dim": HEAD, "kv_channels": HEAD, "global_head_dim": HEAD,
+    "rotary_dim": 8,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
     "qk_head_dim": 24, "hidden_size_per_layer_input": 16, "word_embed_proj_dim": 0, "embedding_size": 0,
 }  # fmt: skip
@@ -61,7 +63,8 @@ def _reduce(facts: dict[str, Any], names: Mapping[str, str]) -> None:
             facts[name] = WINDOW
     facts[hidden], facts[count] = width, heads
     longest = names.get("max_position_embeddings", "max_position_embeddings")
-    if isinstance(facts.get(longest), int):
+    if isinstance(facts.get(longest), int) and "original_max_position_embeddings" not in str(facts):
+        # tables of learned positions shrink; RoPE that scales by this length must not
         facts[longest] = min(facts[longest], _LONGEST)
     _layers(facts, layers, int(facts[layers]))
     _trim_factors(facts)
@@ -83,7 +86,9 @@ def _heads(facts: Mapping[str, Any], names: Mapping[str, str], heads: int) -> tu
 
 def _layers(facts: dict[str, Any], name: str, count: int) -> None:
     """Keeps one layer of each kind, two at least, and trims the lists that have an entry a layer."""
-    lists = [k for k, v in facts.items() if isinstance(v, list) and len(v) == count and not k.endswith("token_id")]
+    lists = [
+        k for k, v in facts.items() if isinstance(v, list) and len(v) == count and not k.endswith("token_id")
+    ]
     kinds = [tuple(str(facts[k][i]) for k in lists) for i in range(count)]
     kept = sorted({kinds.index(k) for k in kinds})[:LAYERS]
     kept += [i for i in range(count) if i not in kept][: max(0, 2 - len(kept))]
@@ -94,7 +99,7 @@ def _layers(facts: dict[str, Any], name: str, count: int) -> None:
 
 def _trim_factors(facts: dict[str, Any]) -> None:
     """RoPE factors have an entry a frequency: keep as many as the small head has, spread over all."""
-    for key, value in facts.items():
+    for value in facts.values():
         if isinstance(value, dict):
             partial = value.get("partial_rotary_factor") or facts.get("partial_rotary_factor") or 1.0
             wanted = int(HEAD * partial) // 2

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import sympy
-
 from flashrt.errors import UnsupportedModel
-from flashrt.ir.types import Dim, Expr, ceildiv, maximum, minimum, product, sym
+from flashrt.ir.types import Dim, ceildiv, maximum, minimum, product, sym
 
 
 def _floordiv(a: Dim, b: Dim) -> Dim:
@@ -55,8 +53,4 @@ def read_size(value: Any, names: Mapping[str, str]) -> Dim:
     """An int or SymInt as a size."""
     if isinstance(value, int):
         return value
-    return read_expr(sympy.sympify(value.node.expr), names)
-
-
-def is_size(value: object) -> bool:
-    return isinstance(value, int | Expr) and not isinstance(value, bool)
+    return read_expr(value.node.expr, names)

@@ -5,7 +5,8 @@ Conventions, on which the pass `recognise` relies:
 - A node's op is "aten.<name>" without overload; opaque operations of ours are "flashrt.<name>".
 - Its inputs are the tensor arguments in the order of the schema. A list of tensors stands in place; when it
   has gaps (`x[:, rows]`), the attribute of its name gives, for each element, null or its place among the
-  inputs. A tensor argument that is None is the attribute `<argument>=null`, one that is a number `<argument>=2.0`.
+  inputs. A tensor argument that is None is the attribute `<argument>=null`; one that is a number is an
+  attribute too (`other=2.0`).
 - Every other argument is an attribute under its name in the schema, defaults included, except device,
   layout, memory format and pinning. Dimensions count from 0; bounds of a slice are sizes.
 - Casts are `aten.to` with `dtype`; reshapes are `aten.view` without attributes (the node's type says it).
@@ -37,7 +38,17 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.uint8: "u8", torch.bool: "bool",
 }  # fmt: skip
 
-_SAME = {"alias", "detach", "detach_", "contiguous", "clone", "lift_fresh", "lift_fresh_copy", "dropout", "feature_dropout"}
+_SAME = {
+    "alias",
+    "detach",
+    "detach_",
+    "contiguous",
+    "clone",
+    "lift_fresh",
+    "lift_fresh_copy",
+    "dropout",
+    "feature_dropout",
+}
 _CASTS = {"to", "_to_copy", "type_as"}
 _VIEWS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "_reshape_alias", "view_copy"}
 _IF_SAME_SHAPE = {"aten.view", "aten.expand", "aten.slice", "aten.squeeze"}
@@ -71,9 +82,7 @@ class _Reader:
 
     # ---- values
     def type_of(self, value: torch.Tensor) -> TensorType:
-        if value.dtype not in DTYPE_NAMES:
-            raise UnsupportedModel(f"the model computes with {value.dtype}; known: {', '.join(DTYPE_NAMES.values())}")
-        return TensorType(DTYPE_NAMES[value.dtype], tuple(self.size(s) for s in value.shape))
+        return TensorType(_dtype(value.dtype), tuple(self.size(s) for s in value.shape))
 
     def size(self, value: Any) -> Dim:
         return read_size(value, self.symbols)
@@ -83,7 +92,7 @@ class _Reader:
         if isinstance(arg, torch.fx.Node):
             arg = arg.meta["val"]
         if isinstance(arg, torch.dtype):
-            return DTYPE_NAMES[arg]
+            return _dtype(arg)
         if isinstance(arg, torch.SymInt):
             got = self.size(arg)
             assert not isinstance(got, float)
@@ -134,11 +143,12 @@ class _Reader:
         kind = self.type_of(value)
         source = node.args[0] if node.args else None
         if op in _SAME and _is_tensor(source):
+            _refuse_training(op, node)
             self.bound[node] = self.bound[source]
             return
         inputs, others = self.split_arguments(node)
         if op in _CASTS:
-            if DTYPE_NAMES.get(_type(source).dtype) == kind.dtype:
+            if _dtype(_type(source).dtype) == kind.dtype:
                 self.bound[node] = self.bound[source]
                 return
             op, inputs, others = "to", inputs[:1], {"dtype": kind.dtype}
@@ -147,10 +157,10 @@ class _Reader:
         space = node.target._schema.name.split("::")[0]  # type: ignore[union-attr]
         op = f"{space}.{op}"
         self.normalise(op, node, kind, others)
-        if op in _IF_SAME_SHAPE and _is_tensor(source) and self.type_of(_type(source)) == kind:
-            if others.get("step", 1) == 1:
-                self.bound[node] = self.bound[source]
-                return
+        whole = op in _IF_SAME_SHAPE and others.get("step", 1) == 1
+        if whole and _is_tensor(source) and self.type_of(_type(source)) == kind:
+            self.bound[node] = self.bound[source]
+            return
         self.add(node, op, inputs, kind, others)
 
     def normalise(self, op: str, node: torch.fx.Node, kind: TensorType, others: dict[str, Value]) -> None:
@@ -183,27 +193,27 @@ class _Reader:
         assert isinstance(call, torch.fx.Node) and isinstance(index, int)
         op = _name(call)
         kind = self.type_of(node.meta["val"])
-        if op in _PIECES or op == "unbind":
-            dim = call.args[2] if op != "unbind" and len(call.args) > 2 else call.kwargs.get("dim", 0)
-            if op == "unbind" and len(call.args) > 1:
-                dim = call.args[1]
-            dim = _from_zero(dim, len(_type(call.args[0]).shape))  # type: ignore[arg-type]
-            source = self.bound[call.args[0]]
-            if op == "unbind":
-                self.add(node, "aten.select", (source,), kind, {"dim": dim, "index": index})
-                return
-            start: Dim = 0
-            for piece in call.meta["val"][:index]:
-                start = start + self.size(piece.shape[dim])
-            bounds: dict[str, Any] = {"dim": dim, "start": start, "end": start + kind.shape[dim], "step": 1}  # type: ignore[index]
-            self.add(node, "aten.slice", (source,), kind, bounds)
-            return
         inputs, others = self.split_arguments(call)
         self.normalise(f"aten.{op}", call, kind, others)
-        self.add(node, f"aten.{op}", inputs, kind, {**others, "result": index})
+        dim = others.get("dim", 0)
+        if op == "unbind":
+            self.add(node, "aten.select", inputs, kind, {"dim": dim, "index": index})
+        elif op in _PIECES:
+            assert isinstance(dim, int)
+            pieces = call.meta["val"]
+            start = sum((self.size(p.shape[dim]) for p in pieces[:index]), 0)
+            bounds: dict[str, Any] = {"dim": dim, "start": start, "end": start + kind.shape[dim], "step": 1}
+            self.add(node, "aten.slice", inputs, kind, bounds)
+        else:
+            self.add(node, f"aten.{op}", inputs, kind, {**others, "result": index})
 
     def add(
-        self, node: torch.fx.Node, op: str, inputs: tuple[int | str, ...], kind: TensorType, others: dict[str, Value]
+        self,
+        node: torch.fx.Node,
+        op: str,
+        inputs: tuple[int | str, ...],
+        kind: TensorType,
+        others: dict[str, Value],
     ) -> None:
         full = names.module_path(node.meta.get("nn_module_stack"))
         self.bound[node] = len(self.drafts)
@@ -218,6 +228,19 @@ class _Reader:
         kind = self.type_of(node.meta["val"])
         self.weights[name] = Weight(name, kind, (fqn,), "" if len(kind.shape) == 2 else "f32")
         self.bound[node] = f"@{name}"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    if dtype not in DTYPE_NAMES:
+        known = ", ".join(str(d).removeprefix("torch.") for d in DTYPE_NAMES)
+        raise UnsupportedModel(f"the model computes with {dtype}", hint=f"known: {known}")
+    return DTYPE_NAMES[dtype]
+
+
+def _refuse_training(op: str, node: torch.fx.Node) -> None:
+    """A dropout that is switched on isn't a copy."""
+    if op in ("dropout", "feature_dropout") and node.args[2] is not False:
+        raise UnsupportedModel("the program was exported in training mode", hint="call module.eval() first")
 
 
 def _default(argument: Any) -> Any:
@@ -252,12 +275,18 @@ def _from_zero(dim: Value, rank: int) -> Value:
     return dim + rank if isinstance(dim, int) and dim < 0 else dim
 
 
-def _mutates(program: torch.export.ExportedProgram) -> bool:
-    return any(
-        getattr(getattr(node.target, "_schema", None), "is_mutable", False) and _name(node) not in _SAME
-        for node in program.graph.nodes
-        if node.op == "call_function"
-    )
+def _functional(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program without operations that write into their inputs; UnsupportedModel when it changes its state."""
+    schemas = [(n, getattr(n.target, "_schema", None)) for n in program.graph.nodes if n.op == "call_function"]
+    if any(schema is not None and schema.is_mutable and _name(n) not in _SAME for n, schema in schemas):
+        program = program.run_decompositions({})
+    signature = program.graph_signature
+    changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    if changed:
+        raise UnsupportedModel(
+            f"the program changes {', '.join(changed[:3])} when it runs", hint="export the module in eval mode"
+        )
+    return program
 
 
 def bindings(program: torch.export.ExportedProgram) -> dict[str, str]:
@@ -291,13 +320,13 @@ def import_program(
     """The program's raw graph; the source of a weight is its name in the program's state dict or constants.
 
     symbols: those to declare. torch_names: torch's symbol (`s77`) → ours. prefixes: leading parts of module
-    paths and parameter names to leave out, in order. outputs: their names (`output`, or `output.0`, … when None).
+    paths and parameter names to leave out, in order. outputs: their names; when None, `output`, or
+    `output.0`, `output.1`, ….
 
     Raises:
         UnsupportedModel: something in the program has no form in a logical graph.
     """
-    if _mutates(program):
-        program = program.run_decompositions({})
+    program = _functional(program)
     reader = _Reader(torch_names or {}, prefixes)
     held = bindings(program)
     results: list[int | str] = []

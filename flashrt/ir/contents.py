@@ -49,11 +49,12 @@ class _Contents:
 
 def _slot_uses(memory: MemoryMap) -> Iterator[tuple[int, list[Use], list[Use]]]:
     """Reads (inputs left out) and writes of slots by each instruction."""
-    for at, (reads, writes) in enumerate(memory.accesses):
+    inputs = {("slot", slot) for slot in memory.inputs}
+    for at, (reads, writes) in enumerate(memory.uses):
         yield (
             at,
-            [memory.use(a) for a in reads if a.kind == "slot" and a.name not in memory.inputs],
-            [memory.use(a) for a in writes if a.kind == "slot"],
+            [u for u in reads if u.owner[0] == "slot" and u.owner not in inputs],
+            [u for u in writes if u.owner[0] == "slot"],
         )
 
 

@@ -81,6 +81,11 @@ class MemoryMap:
         return [accesses(instr) for instr in self.stream.instrs]
 
     @cached_property
+    def uses(self) -> list[tuple[list[Use], list[Use]]]:
+        """What each instruction reads and writes, as pieces of memory."""
+        return [([self.use(a) for a in r], [self.use(a) for a in w]) for r, w in self.accesses]
+
+    @cached_property
     def inputs(self) -> frozenset[int]:
         """The slots that the host fills."""
         return input_slots(self.stream)
@@ -180,19 +185,16 @@ class _Piece:
     spans: dict[tuple[Dim, Span], None] = field(default_factory=dict)
 
 
-def timed(memory: MemoryMap) -> list[tuple[list[Use], list[Use]]]:
+def _timed(memory: MemoryMap) -> Iterator[tuple[list[Use], list[Use]]]:
     """What each instruction reads and writes, a bias's block counted at its dispatch."""
-    uses = []
     pending: dict[tuple[str, str], list[Use]] = {}
-    for instr, (reads, writes) in zip(memory.stream.instrs, memory.accesses, strict=True):
-        found = [memory.use(a) for a in reads]
+    for instr, (reads, writes) in zip(memory.stream.instrs, memory.uses, strict=True):
         if isinstance(instr, micro.Bias):
-            pending.setdefault((instr.device, instr.lane), []).extend(found)
-            found = []
+            pending.setdefault((instr.device, instr.lane), []).extend(reads)
+            reads = []
         elif pending:
-            found += pending.pop((instr.device, instr.lane), ())
-        uses.append((found, [memory.use(a) for a in writes]))
-    return uses
+            reads = reads + pending.pop((instr.device, instr.lane), [])
+        yield reads, writes
 
 
 def output_slots(stream: micro.Stream) -> Iterator[int]:
@@ -208,13 +210,12 @@ def hazards(memory: MemoryMap) -> Iterator[Hazard]:
     The host's writing of the inputs and reading of the outputs count too.
     """
     stream, order = memory.stream, HappensBefore(memory.stream)
-    uses = timed(memory)
     inputs = [memory.use(Access("slot", s.device, s.id)) for s in stream.slots if s.input]
     outputs = [memory.use(Access("slot", "", slot)) for slot in output_slots(stream)]
     scan = _Scan(memory.bounds, order)
     for step in (0, 1):
         yield from scan.visit(step, order.host, (), inputs)
-        for i, (reads, writes) in enumerate(uses):
+        for i, (reads, writes) in enumerate(_timed(memory)):
             yield from scan.visit(step, i, reads, writes)
         if step == 0:
             yield from scan.peek(order.host, outputs)

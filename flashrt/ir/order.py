@@ -181,11 +181,20 @@ def _edges(stream: micro.Stream, host: int) -> dict[int, list[_Edge]]:
     edges: dict[int, list[_Edge]] = {}
     for i, instr in enumerate(stream.instrs):
         found = [edge for wait in instr.waits for edge in _edge(wait, i, signallers)]
-        if inputs and any(a.kind == "slot" and a.name in inputs for a in accesses(instr)[0]):
+        if inputs and not inputs.isdisjoint(_slots_read(instr)):
             found.append(_Edge(host, 0))
         if found:
             edges[i] = found
     return edges
+
+
+def _slots_read(instr: micro.Instr) -> list[int]:
+    match instr:
+        case micro.Dispatch():
+            return [arg.slot for arg in instr.args if isinstance(arg, micro.SlotRef)]
+        case micro.Quantize() | micro.Transfer():
+            return [instr.src.slot]
+    return []
 
 
 def _edge(wait: micro.Wait, i: int, signallers: dict[int, int]) -> Iterator[_Edge]:

@@ -31,22 +31,19 @@ NO_HISTORY = np.empty(0, np.int32)
 class Part:
     """Consecutive tokens of one request in a step.
 
-    tokens: i32 ids of positions start … end-1. draws: whether a token is drawn after the last.
+    tokens: i32 ids of positions start … end - 1. draws: whether a token is drawn after the last.
     history: i32, every token up to end where the repetition penalty needs them, else empty.
     """
 
     request: str
     tokens: I32
     start: int
+    end: int
     table: Table
     sampling: Sampling
     seed: int
     draws: bool
     history: I32
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +62,12 @@ class Step:
         return tuple(p for p in self.parts if p.draws)
 
     def inputs(self) -> dict[str, Array]:
-        """The model's inputs: see `tokens_of` for T, `sampling_of` for N and pages i32[S,M]."""
-        lengths = [len(p.tokens) for p in self.parts]
+        """The model's inputs by name, with the shapes that `symbols` gives.
+
+        i32[T]: ids, positions, seq (row of `pages` of each token). pages: i32[S,M], unused entries 0.
+        rows: i32[N], the tokens that give logits. history: i32[N,H], -1 where empty. The rest: [N].
+        """
+        lengths = [p.end - p.start for p in self.parts]
         ends = np.cumsum(lengths)
         last = [end - 1 for part, end in zip(self.parts, ends, strict=True) if part.draws]
         return {
@@ -81,25 +82,25 @@ class Step:
 
     def symbols(self) -> dict[str, int]:
         """The sizes of this step; C is its longest context."""
-        rows = self.drawing
+        rows, longest = self.drawing, max(p.end for p in self.parts)
         return {
-            "T": sum(len(p.tokens) for p in self.parts),
+            "T": sum(p.end - p.start for p in self.parts),
             "N": max(1, len(rows)),
             "S": len(self.parts),
-            "M": max(pages_for(p.end) for p in self.parts),
-            "C": max(p.end for p in self.parts),
+            "M": pages_for(longest),
+            "C": longest,
             "H": history_size(max((len(p.history) for p in rows), default=0)),
         }
 
     def one_line(self) -> str:
         """`a[0:512] b[17]+ c[80]+`: positions of each request; + where a token is drawn."""
         return " ".join(
-            f"{p.request}[{p.start}{f':{p.end}' if len(p.tokens) > 1 else ''}]{'+' * p.draws}"
+            f"{p.request}[{p.start}{f':{p.end}' if p.end - p.start > 1 else ''}]{'+' * p.draws}"
             for p in self.parts
         )
 
     def _pages(self) -> I32:
-        pages = np.zeros((len(self.parts), max(pages_for(p.end) for p in self.parts)), np.int32)
+        pages = np.zeros((len(self.parts), pages_for(max(p.end for p in self.parts))), np.int32)
         for row, part in zip(pages, self.parts, strict=True):
             used = part.table.row[: pages_for(part.end)]
             row[: len(used)] = used
@@ -108,7 +109,8 @@ class Step:
     def _sampling(self) -> dict[str, Array]:
         rows = self.drawing
         how = [p.sampling for p in rows] or [GREEDY]
-        history = np.full((len(how), self.symbols()["H"]), -1, np.int32)
+        longest = max((len(p.history) for p in rows), default=0)
+        history = np.full((len(how), history_size(longest)), -1, np.int32)
         for row, part in zip(history, rows, strict=False):
             row[: len(part.history)] = part.history
         return {
@@ -238,6 +240,7 @@ def _part(sequence: Sequence, count: int) -> Part:
         sequence.id,
         sequence.tokens(start, end),
         start,
+        end,
         sequence.table,
         sequence.request.sampling,
         sequence.seed,

@@ -15,6 +15,7 @@ import numpy as np
 from flashrt.backend import I64, U8, BlockSource, OpenDevice, Place
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
+from flashrt.ir.bounds import Bounds
 from flashrt.ir.types import Env, Weight, size
 from flashrt.layouts import packed_bytes
 
@@ -96,6 +97,7 @@ class StreamMemory:
         self.table: I64 = np.zeros(max(len(stream.blocks), 1), np.int64)
         self._where: list[Place | None] = [None] * len(stream.blocks)
         self._limits: dict[str, int] = {s.name: s.hi for s in stream.symbols} | dict(residents.env)
+        self._bounds = Bounds.of(stream)
         self._slots = self._lay_out_slots()
         self._rings = self._lay_out_rings()
         self._states = self._lay_out_states()
@@ -161,7 +163,7 @@ class StreamMemory:
         return places
 
     def _place_slot(self, slot, by_id, arenas, find) -> Place:  # type: ignore[no-untyped-def]
-        nbytes = size(slot.type.bytes, self._limits)
+        nbytes = int(self._bounds.interval(slot.type.bytes)[1])
         if slot.alias is not None:
             base = find(by_id[slot.alias])
             return Place(base.buffer, base.offset, nbytes)

@@ -91,12 +91,12 @@ class Executor:
         """
         env = {**{s.name: s.start for s in self.stream.splits}, **env, **self._residents.env}
         write_step(self.memory, self._bounds, arrays, env)
-        self.epoch += 1
-        begun = time.perf_counter_ns()
         if self.poison:
             self.drain()
             for place in self.memory.arenas():
                 host_view(place)[:] = 0xFF
+        self.epoch += 1
+        begun = time.perf_counter_ns()
         try:
             self._run(self.epoch)
         except BaseException:

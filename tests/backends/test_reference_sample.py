@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flashrt.backends.reference.sample import sample, splitmix64, uniform
 
 RNG = np.random.default_rng(5)
-LOGITS = np.log(np.float32([0.05, 0.4, 0.1, 0.25, 0.2]))
+LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.25, 0.2], np.float32))
 
 
 def draw(

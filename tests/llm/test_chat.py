@@ -26,7 +26,8 @@ PIECES = Chat(tiny_chat.sentence_piece())
 
 
 def test_import_is_light() -> None:
-    code = "import flashrt.llm.chat, flashrt.weights.packed, sys; print({'torch', 'transformers', 'tokenizers', 'jinja2', 'gguf'} & set(sys.modules))"
+    code = "import flashrt.llm.chat, flashrt.weights.packed, sys; "
+    code += "print({'torch', 'transformers', 'tokenizers', 'jinja2', 'gguf'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

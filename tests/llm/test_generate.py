@@ -217,6 +217,19 @@ def test_held_text_is_flushed_at_the_end() -> None:
     assert "".join(engine.stream(Request("a", (4, 5), how))) == text
 
 
+def test_a_stop_text_that_only_the_end_completes() -> None:
+    """Half a character is shown as U+FFFD once nothing follows; as a stop text it is cut off like others."""
+    outputs = {t: expected((t,), Sampling(max_tokens=3), (), CONTEXT)[0] for t in range(250)}
+    begun = {t: spell(tokens) for t, tokens in outputs.items() if tokens[-1] % 2 == 0}
+    prompt, text = next((t, text) for t, text in begun.items() if text.index("\ufffd") == len(text) - 1)
+    engine, _ = generator(text=letters, eos=())
+    engine.add(Request("a", (prompt,), Sampling(max_tokens=3)))
+    engine.add(Request("b", (prompt,), Sampling(max_tokens=3, stop=("\ufffd",))))
+    a, b = engine.run()
+    assert (a.text, b.text) == (text, text[:-1])
+    assert (a.finish_reason, b.finish_reason) == ("length", "stop")
+
+
 def test_streams_in_turn() -> None:
     """Two streams read alternately and a plain request beside them all get their own tokens."""
     engine, _ = generator()

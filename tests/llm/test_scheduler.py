@@ -116,19 +116,19 @@ def test_admission_waits_for_pages() -> None:
 
 
 def test_the_youngest_gives_way() -> None:
-    """When the pool is empty the youngest is computed anew later, output included."""
+    """When the pool is empty the youngest is computed anew later, output included, before any newcomer."""
     pool = PagePool(3)
-    scheduler = Scheduler(64, 4, pool)
-    a, b = sequence("a", 3, context=48), sequence("b", PAGE - 1, context=48)
-    scheduler.admit(a)
-    scheduler.admit(b)
+    scheduler = Scheduler(64, 2, pool)
+    a, b, c = sequence("a", 3, context=48), sequence("b", PAGE - 1, context=48), sequence("c", 1, context=48)
+    for each in (a, b, c):
+        scheduler.admit(each)
     while a.known <= PAGE:
         assert take_step(scheduler).requests == ("a", "b")
     assert (len(a.table.pages), len(b.table.pages), pool.free) == (1, 2, 0)
     known = b.known
     while a.finish is None:
         assert take_step(scheduler).requests == ("a",)
-        assert (b.computed, b.table.pages, list(scheduler.waiting)) == (0, (), [b])
+        assert (b.computed, b.table.pages, list(scheduler.waiting)) == (0, (), [b, c])
     assert take_step(scheduler).one_line() == f"b[0:{known}]+"
     assert (a.preempted, b.preempted) == (0, 1)
 

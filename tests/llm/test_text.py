@@ -114,7 +114,9 @@ def test_nothing_of_a_stop_string_is_shown_early(case: tuple[list[str], list[str
         if not stop.stopped:
             ends = [shown[-n:] for s in stops for n in range(1, len(s)) if n <= len(shown)]
             held = "".join(chunks)[len(shown) :]
-            assert not any(s.startswith(end) and held.startswith(s[len(end) :]) for end in ends for s in stops)
+            assert not any(
+                s.startswith(end) and held.startswith(s[len(end) :]) for end in ends for s in stops
+            )
 
 
 def test_stop_string_in_the_middle_of_a_stream() -> None:

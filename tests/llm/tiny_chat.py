@@ -1,4 +1,4 @@
-"""Two small tokenizers, as the text of a tokenizer.json: byte-level BPE, and SentencePiece with byte tokens."""
+"""Two small tokenizers as texts of tokenizer.json: byte-level BPE, and SentencePiece with byte tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,13 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **changes: Any) -> dict
 
 
 def _tokenizer(model: dict[str, Any], **parts: Any) -> dict[str, Any]:
-    empty = {"truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": None, "post_processor": None}
+    empty = {
+        "truncation": None,
+        "padding": None,
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": None,
+    }
     return {"version": "1.0", **empty, "added_tokens": _added(), "model": model, **parts}
 
 
@@ -68,7 +74,9 @@ def byte_level(**changes: Any) -> ChatFacts:
 
 def sentence_piece(**changes: Any) -> ChatFacts:
     """Specials 0 and 1, byte tokens 2…257, then ▁, letters and words."""
-    vocab = {text: i for i, text in enumerate([*SPECIALS, *(f"<0x{b:02X}>" for b in range(256)), "▁", *"helowa"])}
+    vocab = {
+        text: i for i, text in enumerate([*SPECIALS, *(f"<0x{b:02X}>" for b in range(256)), "▁", *"helowa"])
+    }
     merges = _merged([list("hello"), list("▁he"), list("▁wo")], vocab)
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, space]}

@@ -51,7 +51,7 @@ def packed(tmp_path: Path) -> Path:
 def test_round_trip(packed: Path) -> None:
     source = PackedSource(packed)
     for w in WEIGHTS.values():
-        n, k = flat(w)
+        n, _ = flat(w)
         assert np.array_equal(read(source, w, 0, n), whole(w))
         assert source.blocks[w.name].offset % 64 == 0
     head = WEIGHTS["head"]
@@ -120,7 +120,9 @@ def test_index_json_round_trip() -> None:
     assert index_from_json(index_to_json(index)) == index
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"files": [], "tensors": {"a": {}}}', '{"files":1,"tensors":{}}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"files": [], "tensors": {"a": {}}}', '{"files":1,"tensors":{}}']
+)
 def test_broken_index_json(text: str) -> None:
     with pytest.raises(ParseError, match="weight index"):
         index_from_json(text)

@@ -151,7 +151,9 @@ def test_plain_formats_convert_and_shift(tmp_path: Path) -> None:
     x = values(4, 8)
     source = IndexSource(make(tmp_path, {"a": ("F32", x), "b": ("BF16", x)}, a={"shift": -1.0}))
     assert np.array_equal(read(source, weight(("a",), (4, 8), "f32"), 0, 4), x - np.float32(1))
-    assert np.array_equal(read(source, weight(("b",), (4, 8), "f32"), 1, 3), x.astype(ml_dtypes.bfloat16)[1:3])
+    assert np.array_equal(
+        read(source, weight(("b",), (4, 8), "f32"), 1, 3), x.astype(ml_dtypes.bfloat16)[1:3]
+    )
     assert np.array_equal(read(source, weight(("b",), (4, 8), "bf16"), 0, 4), x.astype(ml_dtypes.bfloat16))
 
 
@@ -159,10 +161,8 @@ def test_vectors_scalars_and_constants(tmp_path: Path) -> None:
     x = values(1, 50)[0]
     index = make(tmp_path, {"v": ("F32", x.reshape(50, 1))})
     tensor = index.tensors["v"]
-    index = WeightIndex(
-        index.files, {"v": Tensor("v", 0, tensor.offset, tensor.bytes, "F32", (50,))}
-    )
-    source = IndexSource(index, {"c": np.arange(6.0).reshape(3, 2), "s": np.float64(2.5)})
+    index = WeightIndex(index.files, {"v": Tensor("v", 0, tensor.offset, tensor.bytes, "F32", (50,))})
+    source = IndexSource(index, {"c": np.arange(6.0).reshape(3, 2), "s": np.array(2.5)})
     assert np.array_equal(read(source, weight(("v",), (50,), "f32"), 0, 50)[:, 0], x)
     assert np.array_equal(read(source, weight(("c",), (3, 2), "f32"), 1, 3), [[2, 3], [4, 5]])
     assert read(source, weight(("s",), (), "f32"), 0, 1) == 2.5

@@ -1,0 +1,365 @@
+"""From one instruction to the fields of its row: where operands lie, how large they are.
+
+Fields stay sizes (`Dim`) here; the table writes their numbers when symbols are
+known. Channel ranges of blocks count rows of the whole weight, wherever the
+device's part of it begins.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashrt.backend import U8, Compute, Memory, Place
+from flashrt.backends.cpu import rows
+from flashrt.backends.cpu.kernels import KERNELS, offered
+from flashrt.errors import PlanError
+from flashrt.ir import micro, text
+from flashrt.ir.types import DTYPES, Dim, ceildiv, product, size
+from flashrt.layouts import LAYOUTS
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A slot, or channels of it: rows × width elements, `stride` elements from row to row."""
+
+    address: Dim
+    rows: Dim
+    width: Dim
+    stride: Dim
+    item: int
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Rows of a weight block: `n` rows of k elements, `offset` bytes beyond what the table word `at` holds."""
+
+    at: int
+    offset: Dim
+    n: Dim
+    k: int
+    elements: int
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One row: the compiled function, its fields, and its cost in cycles of one thread (a guess)."""
+
+    kernel: str
+    fields: rows.Fields
+    cycles: Dim
+    keep: U8 | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Finds operands in a memory. threads: how many share the work (for scratch)."""
+
+    memory: Memory
+    device: str
+    threads: int
+    slots: Mapping[int, micro.Slot]
+    blocks: Mapping[str, micro.Block]
+
+    @staticmethod
+    def of(memory: Memory, device: str, threads: int) -> Operands:
+        slots = {s.id: s for s in memory.stream.slots}
+        blocks = {b.name: b for b in memory.stream.blocks if b.device == device}
+        return Operands(memory, device, threads, slots, blocks)
+
+    def tensor(self, arg: micro.Arg | None) -> Tensor:
+        assert isinstance(arg, micro.SlotRef), arg
+        type = self.slots[arg.slot].type
+        *outer, last = type.shape or (1,)
+        lo: Dim = 0 if arg.lo is None else arg.lo
+        hi = last if arg.hi is None else arg.hi
+        item = DTYPES[type.dtype]
+        address = lo * item + host_address(self.memory.slot(arg.slot))
+        return Tensor(address, product(outer), hi - lo, last, item)
+
+    def matrix(self, arg: micro.Arg) -> Matrix:
+        assert isinstance(arg, micro.BlockRef), arg
+        weight = next(w for w in self.memory.stream.weights if w.name == arg.block)
+        block = self.blocks[arg.block]
+        shape = [size(d, {}) for d in weight.type.shape] or [1]
+        layout = LAYOUTS[weight.layout or "f32"]
+        k = shape[1] if len(shape) == 2 else int(np.prod(shape[1:], dtype=np.int64))
+        lo: Dim = block.lo if arg.lo is None else arg.lo
+        hi: Dim = block.hi if arg.hi is None else arg.hi
+        # a group's bytes are a whole number a row, so ranges that move stay linear in their bounds
+        per_row = layout.group_bytes(k) // layout.rows
+        offset = (lo - block.lo) * per_row
+        index = self.memory.block_of(arg.block, self.device)
+        at = int(self.memory.table.ctypes.data) + 8 * index
+        return Matrix(at, offset, hi - lo, k, (block.hi - block.lo) * k, layout.name)
+
+    def either(self, arg: micro.Arg) -> tuple[Dim, Dim]:
+        """(`…_at`, address or offset) of a slot or a block."""
+        if isinstance(arg, micro.SlotRef):
+            return 0, self.tensor(arg).address
+        matrix = self.matrix(arg)
+        assert matrix.layout == "f32", f"{arg.block} is {matrix.layout}: only matrix products read that"
+        return matrix.at, matrix.offset
+
+    def state(self, instr: micro.Dispatch) -> tuple[int, int, int]:
+        """(address, heads, dim) of the state kv f32[P,2,heads,16,dim] that the instruction names."""
+        (name,) = instr.writes or instr.reads
+        type = next(s.type for s in self.memory.stream.states if s.name == name)
+        return host_address(self.memory.state(name, self.device)), size(type.shape[2], {}), size(type.shape[4], {})
+
+
+def host_address(place: Place) -> int:
+    """Where a place of host memory begins."""
+    assert isinstance(place.buffer, np.ndarray), "not host memory"
+    return place.buffer.ctypes.data + place.offset
+
+
+def bits(value: object) -> int:
+    """The bits of a float64, as an int64."""
+    assert isinstance(value, int | float), value
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def real(instr: micro.Dispatch, key: str, default: float = 0.0) -> int:
+    """A float attribute's bits; `default` where it is missing or None."""
+    value = instr.attr(key, default)
+    return bits(default if value is None else value)
+
+
+def whole(instr: micro.Dispatch, key: str, default: int = 0) -> int:
+    """An int attribute; `default` where it is missing or None."""
+    value = instr.attr(key, default)
+    if value is None:
+        return default
+    assert isinstance(value, int), (key, value)
+    return value
+
+
+def _linear(instr: micro.Dispatch, ops: Operands, bias: micro.BlockRef | None) -> Encoded:
+    op, _, epilogue = instr.kernel.partition("+")
+    x, w, y = ops.tensor(instr.args[0]), ops.matrix(instr.args[1]), ops.tensor(instr.dst)
+    bias_at: tuple[Dim, Dim] = ops.either(bias) if bias else (0, 0)
+    residual: tuple[Dim, Dim] = (0, 0)
+    if "residual" in epilogue.split("+"):
+        r = ops.tensor(instr.args[-1])
+        residual = (r.address, r.stride)
+    fields = rows.Linear(
+        x.address, x.stride, w.at, w.offset, y.address, y.stride, *bias_at, *residual, x.rows, w.n, w.k
+    )
+    return Encoded(op, fields, x.rows * w.n * (w.k / 16))
+
+
+def _embedding(instr: micro.Dispatch, ops: Operands) -> Encoded:
+    ids, w, y = ops.tensor(instr.args[0]), ops.matrix(instr.args[1]), ops.tensor(instr.dst)
+    count = ids.rows * ids.width
+    assert isinstance(instr.args[1], micro.BlockRef) and ops.blocks[instr.args[1].block].lo == 0, instr
+    fields = rows.Embedding(ids.address, w.at, w.offset, y.address, y.stride, count, w.n, w.k)
+    return Encoded(instr.kernel, fields, count * w.k * 2)
+
+
+def _norm(instr: micro.Dispatch, ops: Operands) -> Encoded:
+    x, y = ops.tensor(instr.args[0]), ops.tensor(instr.dst)
+    channels = size(x.width, {})
+    width = whole(instr, "width") or channels
+    w: tuple[Dim, Dim] = ops.either(instr.args[1]) if len(instr.args) > 1 else (0, 0)
+    b: tuple[Dim, Dim] = ops.either(instr.args[2]) if len(instr.args) > 2 else (0, 0)
+    w_size = _elements(instr.args[1], ops) if len(instr.args) > 1 else width
+    fields = rows.Norm(
+        x.address, x.stride, *w, *b, y.address, y.stride, x.rows, channels // width, width, w_size,
+        real(instr, "eps"), real(instr, "offset"),
+    )  # fmt: skip
+    return Encoded(instr.kernel, fields, x.rows * channels * 0.5)
+
+
+def _elements(arg: micro.Arg, ops: Operands) -> int:
+    if isinstance(arg, micro.BlockRef):
+        return ops.matrix(arg).elements
+    tensor = ops.tensor(arg)
+    return size(tensor.rows * tensor.width, {})
+
+
+def _rope_table(instr: micro.Dispatch, ops: Operands) -> Encoded:
+    positions, y = ops.tensor(instr.args[0]), ops.tensor(instr.dst)
+    half = _elements(instr.args[1], ops)
+    count = positions.rows * positions.width
+    fields = rows.RopeTable(
+        positions.address, *ops.either(instr.args[1]), y.address, y.stride, count, half, real(instr, "scale", 1.0)
+    )
+    return Encoded("rope_table", fields, count * half * 100)
+
+
+def _rope(instr: micro.Dispatch, ops: Operands) -> Encoded:
+    x, table, y = ops.tensor(instr.args[0]), ops.tensor(instr.args[1]), ops.tensor(instr.dst)
+    dim = whole(instr, "head_dim")
+    fields = rows.Rope(
+        x.address, x.stride, table.address, table.stride, y.address, y.stride,
+        x.rows, size(x.width, {}) // dim, dim, size(table.width, {}) // 2,
+    )  # fmt: skip
+    return Encoded("rope", fields, x.rows * x.width * 0.5)
+
+
+def _kv_write(instr: micro.Dispatch, ops: Operands) -> Encoded:
+    k, v, positions, seq, pages = (ops.tensor(a) for a in instr.args)
+    kv, heads, dim = ops.state(instr)
+    widths = size(k.width, {}) // heads, size(v.width, {}) // heads
+    fields = rows.KvWrite(
+        k.address, k.stride, v.address, v.stride, positions.address, seq.address,
+        pages.address, pages.stride, kv, k.rows, heads, *widths, dim,
+    )  # fmt: skip
+    return Encoded("kv_write", fields, k.rows * (k.width + v.width) * 0.5)
+
+
+def _attention(instr: micro.Dispatch, ops: Operands) -> Encoded:
+    q, positions, seq, pages = (ops.tensor(a) for a in instr.args[:4])
+    y = ops.tensor(instr.dst)
+    kv, kv_heads, dim = ops.state(instr)
+    sinks: tuple[Dim, Dim] = ops.either(instr.args[4]) if len(instr.args) > 4 else (0, 0)
+    causal = instr.attr("causal", True)
+    fields = rows.Attention(
+        q.address, q.stride, positions.address, seq.address, pages.address, pages.stride, kv, *sinks,
+        y.address, y.stride, q.rows, whole(instr, "heads"), kv_heads, whole(instr, "head_dim"),
+        whole(instr, "value_dim"), dim, whole(instr, "window"), int(causal is None or bool(causal)),
+        real(instr, "scale", 1.0), real(instr, "softcap"),
+    )  # fmt: skip
+    return Encoded("attention", fields, q.rows * q.width * 100)
+
+
+def _binary(kernel: str, cycles: float) -> Callable[[micro.Dispatch, Operands], Encoded]:
+    def encode(instr: micro.Dispatch, ops: Operands) -> Encoded:
+        a, y = ops.tensor(instr.args[0]), ops.tensor(instr.dst)
+        b_stride, b_step = _broadcast(instr.args[1], a, ops)
+        name = f"{kernel}.{instr.attr('act')}" if kernel == "gated" else kernel
+        fields = rows.Map(
+            a.address, a.stride, *ops.either(instr.args[1]), b_stride, b_step,
+            y.address, y.stride, a.rows, a.width, 0,
+        )  # fmt: skip
+        return Encoded(name, fields, a.rows * a.width * cycles)
+
+    return encode
+
+
+def _broadcast(arg: micro.Arg, a: Tensor, ops: Operands) -> tuple[Dim, int]:
+    """(row stride, element step) of a second operand: same shape, one row, or one number."""
+    if isinstance(arg, micro.SlotRef):
+        b = ops.tensor(arg)
+        if b.width == a.width:
+            return (b.stride if b.rows == a.rows else 0), 1
+        assert b.rows == 1 and b.width == 1, (a, b)
+        return 0, 0
+    matrix = ops.matrix(arg)
+    if matrix.elements == 1:
+        return 0, int(a.width == 1)
+    return (matrix.k if matrix.k == a.width and a.rows != 1 else 0), 1
+
+
+def _unary(kernel: str, by: str, cycles: float) -> Callable[[micro.Dispatch, Operands], Encoded]:
+    def encode(instr: micro.Dispatch, ops: Operands) -> Encoded:
+        a, y = ops.tensor(instr.args[0]), ops.tensor(instr.dst)
+        name = f"activation.{instr.attr('act')}" if kernel == "activation" else kernel
+        fields = rows.Map(
+            a.address, a.stride, 0, 0, 0, 0, y.address, y.stride, a.rows, a.width, real(instr, by)
+        )
+        return Encoded(name, fields, a.rows * a.width * cycles)
+
+    return encode
+
+
+def _copied(x: Tensor, y: Tensor, address: Dim, index: Dim, count: Dim, width: Dim) -> Encoded:
+    """`count` rows of `width` elements from `address`."""
+    fields = rows.Copy(
+        address, x.stride * x.item, index, y.address, y.stride * y.item, count, width * x.item
+    )
+    return Encoded("copy", fields, count * width * (x.item / 16))
+
+
+def _slice(instr: micro.Dispatch, ops: Operands) -> Encoded:
+    x, y = ops.tensor(instr.args[0]), ops.tensor(instr.dst)
+    lo, hi = whole(instr, "lo"), whole(instr, "hi")
+    return _copied(x, y, x.address + lo * x.item, 0, x.rows, hi - lo)
+
+
+def _rows(instr: micro.Dispatch, ops: Operands) -> Encoded:
+    x, index, y = ops.tensor(instr.args[0]), ops.tensor(instr.args[1]), ops.tensor(instr.dst)
+    return _copied(x, y, x.address, index.address, index.rows * index.width, x.width)
+
+
+def _view(instr: micro.Dispatch, ops: Operands) -> Encoded:
+    x, y = ops.tensor(instr.args[0]), ops.tensor(instr.dst)
+    assert x.width == x.stride and y.width == y.stride, "a view of some channels isn't dense"
+    dense = Tensor(y.address, x.rows, x.width, x.width, y.item)  # the same bytes, in x's rows
+    return _copied(x, dense, x.address, 0, x.rows, x.width)
+
+
+def _sample(instr: micro.Dispatch, ops: Operands) -> Encoded:
+    logits, *parameters, history = (ops.tensor(a) for a in instr.args)
+    v = size(logits.width, {})
+    scratch = aligned(ops.threads * rows.sample_bytes(v))
+    fields = rows.Sample(
+        logits.address, logits.stride, *(p.address for p in parameters), history.address, history.stride,
+        ops.tensor(instr.dst).address, logits.rows, v, history.width, scratch.ctypes.data, rows.sample_bytes(v),
+    )  # fmt: skip
+    return Encoded("sample", fields, logits.rows * v, scratch)
+
+
+def quantize(instr: micro.Quantize, ops: Operands) -> Encoded:
+    """The row of a `quantize` instruction."""
+    if instr.scheme != "i8/32":
+        raise PlanError(f"cpu: unknown scheme {instr.scheme!r}", lines=text.show_instr(instr), hint="known: i8/32")
+    x, y = ops.tensor(instr.src), ops.tensor(instr.dst)
+    assert y.width == x.width + 4 * ceildiv(x.width, 32), (x.width, y.width)
+    fields = rows.Quantize(x.address, x.stride, y.address, y.stride, x.rows, x.width)
+    return Encoded("quantize", fields, x.rows * x.width * 4)
+
+
+ENCODERS: Mapping[str, Callable[[micro.Dispatch, Operands], Encoded]] = {
+    "rms_norm": _norm,
+    "layer_norm": _norm,
+    "rope_table": _rope_table,
+    "rope": _rope,
+    "kv_write": _kv_write,
+    "attention": _attention,
+    "gated": _binary("gated", 1.5),
+    "activation": _unary("activation", "by", 1.5),
+    "add": _binary("add", 0.25),
+    "mul": _binary("mul", 0.25),
+    "scale": _unary("scale", "by", 0.25),
+    "softcap": _unary("softcap", "cap", 2.0),
+    "slice": _slice,
+    "view": _view,
+    "rows": _rows,
+    "sample": _sample,
+}
+
+
+def encode(instr: Compute, ops: Operands, bias: micro.BlockRef | None) -> Encoded:
+    """The row of an instruction that computes. Raises PlanError for a kernel that isn't there."""
+    if isinstance(instr, micro.Quantize):
+        return quantize(instr, ops)
+    assert isinstance(instr, micro.Dispatch)
+    op = instr.kernel.partition("+")[0]
+    assert bias is None or op.startswith("linear."), instr
+    if op in KERNELS and op.startswith("linear."):
+        return _linear(instr, ops, bias)
+    if op in KERNELS and op.startswith("embedding."):
+        return _embedding(instr, ops)
+    if op in ENCODERS:
+        encoded = ENCODERS[op](instr, ops)
+        if encoded.kernel in KERNELS:
+            return encoded
+    names = sorted({kernel for kernel, _ in offered()})
+    raise PlanError(
+        f"cpu: no kernel {instr.kernel!r} for {instr.node or 'this instruction'}",
+        lines=text.show_instr(instr),
+        hint=f"kernels: {', '.join(names)}",
+    )
+
+
+def aligned(nbytes: int) -> U8:
+    """Zeroed bytes that start on a cache line."""
+    raw = np.zeros(nbytes + 63, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes]

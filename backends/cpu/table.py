@@ -1,0 +1,160 @@
+"""A region as a table of rows, and the rewriting of its numbers when symbols change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flashrt.backend import ABORT, I64, U8, Compute, Memory
+from flashrt.backends.cpu import rows
+from flashrt.backends.cpu.encode import Encoded, Operands, aligned, encode
+from flashrt.ir import micro
+from flashrt.ir.types import Dim, Expr, evaluate, symbols_of
+
+SOLO_CYCLES = 6000  # below this, waking the others costs more than they save
+HEADER = len(rows.Header._fields)
+SOLO = rows.Header._fields.index("solo")
+
+
+@dataclass(slots=True, eq=False)
+class Code:
+    """Loaded instructions.
+
+    table: int64[rows, ROW]. row_of: the row of each instruction (a bias has the row of the
+    dispatch that it joins). patches: a size, and the places in the table (flat) that hold it.
+    costs: a row and its cycles, for rows whose cost depends on symbols.
+    """
+
+    memory: Memory
+    table: I64
+    waits: I64
+    signals: I64
+    stamps: I64
+    row_of: tuple[int, ...]
+    is_bias: I64
+    patches: tuple[tuple[Expr, I64], ...]
+    costs: tuple[tuple[int, Dim], ...]
+    keep: tuple[U8, ...]
+    words: I64 = field(init=False)
+    seen: bytes = b""
+
+    def __post_init__(self) -> None:
+        abort = self.memory.words.ctypes.data + 8 * ABORT
+        arrays = (self.waits, self.signals, self.stamps)
+        where = (a.ctypes.data for a in arrays)
+        words = rows.CodeWords(self.table.ctypes.data, len(self.table), *where, abort)
+        self.words = np.array(words, np.int64)
+
+    def refresh(self) -> None:
+        """Writes the numbers of this step's symbols, if any has changed since the last run."""
+        now = self.memory.words[ABORT + 1 :].tobytes()
+        if now == self.seen:
+            return
+        env = _Words(self.memory)
+        flat = self.table.reshape(-1)
+        for expr, places in self.patches:
+            flat[places] = int(evaluate(expr, env))
+        for row, cycles in self.costs:
+            self.table[row, SOLO] = evaluate(cycles, env) < SOLO_CYCLES
+        self.seen = now
+
+    def stamped(self) -> I64:
+        """[instructions, 3] of the last run; a bias ends when its dispatch starts."""
+        out = self.stamps[list(self.row_of)].copy()
+        out[:, 2] = np.where(self.is_bias, out[:, 1], out[:, 2])
+        return out
+
+
+class _Words(dict[str, int]):
+    """Symbols looked up in the words when asked for."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def __missing__(self, symbol: str) -> int:
+        self[symbol] = int(self.memory.words[self.memory.word_of(symbol)])
+        return self[symbol]
+
+
+@dataclass(slots=True)
+class _Builder:
+    """Collects rows, waits and signals of one region."""
+
+    memory: Memory
+    address: Callable[[str], int]
+    rows: list[tuple[Dim, ...]] = field(default_factory=list)
+    cycles: list[Dim] = field(default_factory=list)
+    waits: list[tuple[int, int]] = field(default_factory=list)
+    signals: list[int] = field(default_factory=list)
+
+    def tick(self, number: int) -> int:
+        return int(self.memory.ticks.ctypes.data) + 8 * number
+
+    def add(self, encoded: Encoded, waits: Sequence[micro.Wait], signals: Sequence[int]) -> None:
+        """One row, with its ranges of the wait and signal lists."""
+        before = len(self.waits), len(self.signals)
+        self.waits += [(self.tick(w.tick), w.step) for w in waits]
+        self.signals += [self.tick(s) for s in signals]
+        header = rows.Header(
+            self.address(encoded.kernel), 0, before[0], len(self.waits), before[1], len(self.signals)
+        )
+        self.rows.append((*header, *encoded.fields))
+        self.cycles.append(encoded.cycles)
+
+
+def build(
+    instrs: Sequence[Compute], memory: Memory, device: str, threads: int, address: Callable[[str], int]
+) -> Code:
+    """The table of consecutive instructions. address: of a compiled function by name."""
+    ops, builder = Operands.of(memory, device, threads), _Builder(memory, address)
+    row_of, keep = [], []
+    bias: micro.Bias | None = None
+    for instr in instrs:
+        row_of.append(len(builder.rows))
+        if isinstance(instr, micro.Bias):
+            assert bias is None, "two biases for one dispatch"
+            bias = instr
+            continue
+        encoded = encode(instr, ops, bias.block if bias else None)
+        parts = (bias, instr) if bias else (instr,)
+        waits = [w for part in parts for w in part.waits]
+        builder.add(encoded, waits, [part.signals for part in parts if part.signals is not None])
+        bias = None
+        if encoded.keep is not None:
+            keep.append(encoded.keep)
+    assert bias is None, "a bias stands without its dispatch"
+    return _code(builder, tuple(row_of), [isinstance(i, micro.Bias) for i in instrs], tuple(keep))
+
+
+def _code(builder: _Builder, row_of: tuple[int, ...], is_bias: list[bool], keep: tuple[U8, ...]) -> Code:
+    count = len(builder.rows)
+    table = aligned(8 * rows.ROW * count).view(np.int64).reshape(count, rows.ROW)
+    patches: dict[Expr, list[int]] = {}
+    for r, fields in enumerate(builder.rows):
+        assert len(fields) <= rows.ROW, fields
+        for f, value in enumerate(fields):
+            if isinstance(value, Expr):
+                patches.setdefault(value, []).append(r * rows.ROW + f)
+            else:
+                table[r, f] = value
+    costs = []
+    for r, cycles in enumerate(builder.cycles):
+        if symbols_of(cycles):
+            costs.append((r, cycles))
+        else:
+            table[r, SOLO] = evaluate(cycles, {}) < SOLO_CYCLES
+    return Code(
+        builder.memory,
+        table,
+        np.array(builder.waits, np.int64).reshape(-1, 2),
+        np.array(builder.signals, np.int64),
+        np.zeros((count, 3), np.int64),
+        row_of,
+        np.array(is_bias, np.int64),
+        tuple((expr, np.array(places, np.int64)) for expr, places in patches.items()),
+        tuple(costs),
+        keep,
+    )

@@ -1,0 +1,185 @@
+"""Paged attention and sampling on the CPU against their definitions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flashrt.backends.reference.sample import sample_row, uniform
+from tests.backends.cpu_streams import F32, agree, cpu, kv_view, run
+
+RNG = np.random.default_rng(4)
+AT = "device=cpu:0 lane=compute"
+PAGES = 12
+
+
+def r(*shape: int) -> F32:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def attention_text(heads: int, kv_heads: int, d: int, dv: int, attrs: str, sinks: bool = False) -> str:
+    dim = max(d, dv)
+    every = f"heads={heads},kv_heads={kv_heads},head_dim={d},value_dim={dv},scale=0.2{attrs}"
+    return f"""weight sinks f32[{heads}] sources=[s] layout=f32
+state kv f32[P,2,{kv_heads},16,{dim}]
+slot %0 cpu:0 f32[T,{heads * d}]
+slot %1 cpu:0 f32[T,{kv_heads * d}]
+slot %2 cpu:0 f32[T,{kv_heads * dv}]
+slot %3 cpu:0 i32[T]
+slot %4 cpu:0 i32[T]
+slot %5 cpu:0 i32[2,4]
+slot %6 cpu:0 f32[T,{heads * dv}]
+block sinks cpu:0 lo=0 hi={heads} bytes=0
+dispatch {AT} kernel=kv_write args=[%1,%2,%3,%4,%5] attrs={{{every}}} writes=[kv] numerics="acc=f32"
+dispatch {AT} kernel=attention args=[%0,%3,%4,%5{",@sinks" if sinks else ""}] dst=%6 attrs={{{every}}} reads=[kv]
+"""
+
+
+def mixed_step(heads: int, kv_heads: int, d: int, dv: int) -> tuple[dict[int, object], F32]:
+    """A chunk of sequence 0 (positions 30…40) and one new token of sequence 1 (position 17)."""
+    t = 12
+    values: dict[int, object] = {
+        0: r(t, heads * d), 1: r(t, kv_heads * d), 2: r(t, kv_heads * dv),
+        3: [*range(30, 41), 17], 4: [0] * 11 + [1], 5: [[3, 9, 0, 11], [5, 2, 7, 7]],
+    }  # fmt: skip
+    state = r(PAGES, 2, kv_heads, 16, max(d, dv))
+    # rows not yet written: seen by nobody
+    state[0, :, :, 41 - 32 :] = state[2, :, :, 2:] = state[[1, 4, 6, 7, 8, 10, 11]] = np.nan
+    return values, state
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,d,dv", [(4, 4, 16, 16), (6, 2, 24, 24), (9, 3, 64, 64), (2, 1, 40, 24)]
+)
+@pytest.mark.parametrize(
+    "attrs", ["", ",window=5", ",window=20", ",softcap=1.5", ",causal=false", ",window=16,causal=false"]
+)
+def test_attention(heads: int, kv_heads: int, d: int, dv: int, attrs: str) -> None:
+    values, state = mixed_step(heads, kv_heads, d, dv)
+    text = attention_text(heads, kv_heads, d, dv, attrs)
+    agree(text, values, 6, state=state, T=12, P=PAGES)
+
+
+def test_sinks_take_probability() -> None:
+    values, state = mixed_step(6, 2, 24, 24)
+    blocks = {"sinks": (4 * r(6)).view(np.uint8)}
+    agree(attention_text(6, 2, 24, 24, "", sinks=True), values, 6, blocks, state=state, T=12, P=PAGES)
+
+
+def test_kv_write_touches_its_rows_only() -> None:
+    values, state = mixed_step(2, 1, 40, 24)
+    memory = run(cpu(2), attention_text(2, 1, 40, 24, ""), values, state=state, T=12, P=PAGES)
+    after = kv_view(memory).reshape(state.shape).copy()
+    k, v = np.asarray(values[1]), np.asarray(values[2])
+    for t, (position, page) in enumerate(zip([*range(30, 41), 17], [9, 9, *[0] * 9, 2], strict=True)):
+        row = position % 16
+        assert np.array_equal(after[page, 0, 0, row, :40], k[t])
+        assert np.array_equal(after[page, 1, 0, row, :24], v[t])
+        after[page, 0, 0, row, :40], after[page, 1, 0, row, :24] = (
+            state[page, 0, 0, row, :40],
+            state[page, 1, 0, row, :24],
+        )
+    assert np.array_equal(after, state, equal_nan=True)
+
+
+def test_a_token_has_the_same_bits_alone_and_in_a_chunk() -> None:
+    values, state = mixed_step(6, 2, 24, 24)
+    text = attention_text(6, 2, 24, 24, "")
+    memory = run(cpu(), text, values, state=state, T=12, P=PAGES)
+    chunk, written = memory.read(6).copy(), kv_view(memory).copy()
+    for t in range(12):
+        alone = {i: np.asarray(v)[t : t + 1] if i != 5 else v for i, v in values.items()}
+        got = run(cpu(), text, alone, state=written, T=1, P=PAGES).read(6)
+        assert got.tobytes() == chunk[t].tobytes()
+
+
+def test_large_scores_stay_finite() -> None:
+    values, state = mixed_step(4, 4, 16, 16)
+    values[0] = np.asarray(values[0]) * np.float32(1e4)
+    agree(attention_text(4, 4, 16, 16, ""), values, 6, state=state, T=12, P=PAGES)
+
+
+# ---- sampling -------------------------------------------------------------------------
+def sample_text(v: int, h: int) -> str:
+    return f"""slot %0 cpu:0 f32[T,{v}]
+slot %1 cpu:0 f32[T]
+slot %2 cpu:0 i32[T]
+slot %3 cpu:0 f32[T]
+slot %4 cpu:0 f32[T]
+slot %5 cpu:0 f32[T]
+slot %6 cpu:0 i64[T]
+slot %7 cpu:0 i64[T]
+slot %8 cpu:0 i32[T,{h}]
+slot %9 cpu:0 i32[T]
+dispatch {AT} kernel=sample args=[%0,%1,%2,%3,%4,%5,%6,%7,%8] dst=%9 numerics="acc=f32"
+"""
+
+
+def parameters(t: int, **given: object) -> dict[int, object]:
+    """One setting a row: the defaults draw from the whole row at temperature 1."""
+    defaults: dict[str, object] = {
+        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0,
+        "seed": RNG.integers(-(2**63), 2**63 - 1, t), "draw": np.arange(t), "history": -1,
+    }  # fmt: skip
+    return dict(enumerate({**defaults, **given}.values(), 1))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"temperature": 0.0}, {"temperature": 0.3}, {"temperature": 50.0}, {"top_k": 1}, {"top_k": 7},
+        {"top_k": 5000}, {"top_p": 0.01}, {"top_p": 0.8}, {"min_p": 0.1}, {"min_p": 1.0},
+        {"top_k": 40, "top_p": 0.9, "min_p": 0.02, "temperature": 0.8, "penalty": 1.3},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+def test_sample_draws_what_the_definition_draws(given: dict[str, object], spread: float) -> None:
+    t, v = 16, 300
+    logits = (r(t, v) * np.float32(spread)).round(1)  # ties
+    history = RNG.integers(-1, v + 5, (t, 9))
+    values = {0: logits, **parameters(t, **given, history=history)}
+    agree(sample_text(v, 9), values, 9, T=t)
+
+
+def test_sample_of_odd_rows() -> None:
+    v = 40
+    logits = np.zeros((6, v), np.float32)
+    logits[0] = np.nan
+    logits[1, :] = -np.inf
+    logits[2, 7] = np.nan
+    logits[2, 9] = np.inf
+    logits[3, [5, 11]] = 1e4, -1e4
+    logits[4] = -np.inf
+    logits[4, 31] = -3e38
+    text, temperatures = sample_text(v, 2), (0.0, 1e-7, 1e-4, 1.0, 1e6)
+    for temperature in temperatures:
+        values = {0: logits, **parameters(6, temperature=temperature, penalty=2.0, history=[[3, 3]] * 6)}
+        got = agree(text, values, 9, T=6)
+        assert list(got[[0, 1]]) == [0, 0] and got[4] == 31
+        assert got[2] == 9
+        assert got[3] == 5 or temperature == 1e6
+
+
+def test_frequencies_follow_the_probabilities() -> None:
+    t, v = 16, 50
+    row = r(v)
+    p = np.exp(row.astype(np.float64))
+    p /= p.sum()
+    device, counts = cpu(), np.zeros(v)
+    for batch in range(200):
+        values = {0: np.tile(row, (t, 1)), **parameters(t, draw=np.arange(t) + t * batch, seed=5)}
+        counts += np.bincount(run(device, sample_text(v, 1), values, T=t).read(9), minlength=v)
+    n = counts.sum()
+    assert np.abs((counts - n * p) / np.sqrt(n * p * (1 - p))).max() < 4
+
+
+def test_uniform_matches_its_definition() -> None:
+    # two tokens of equal weight: the draw shows on which side of a half the number fell
+    t = 16
+    seeds = RNG.integers(-(2**63), 2**63 - 1, t)
+    values = {0: np.zeros((t, 2), np.float32), **parameters(t, seed=seeds, draw=seeds[::-1])}
+    got = run(cpu(), sample_text(2, 1), values, T=t).read(9)
+    want = [int(uniform(int(s), int(d)) >= 0.5) for s, d in zip(seeds, seeds[::-1], strict=True)]
+    assert list(got) == want
+    assert sample_row(np.zeros(2, np.float32), 1.0, 0, 1.0, 0.0, 1.0, 0.5, np.array([-1])) == 1
