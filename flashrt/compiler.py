@@ -63,11 +63,14 @@ def compile_model(
         PlanError: it can't be placed on the machine.
         LawError: a pass broke a law (a defect of ours; the message names the pass).
     """
-    variants = []
+    variants: list[Variant] = []
     graph = imported.graph
-    for name, lo, hi in _ranges(graph, options):
-        planned = _plan(_narrowed(graph, lo, hi, options), machine, options, name, on_stage)
-        variants.append(Variant(name, lo, hi, planned.physical, replace(planned.stream, name=name)))
+    room: Mapping[str, int] = {}
+    for name, lo, hi in reversed(_ranges(graph, options)):
+        planned = _plan(_narrowed(graph, lo, hi, options), machine, options, name, room, on_stage)
+        variants.insert(0, Variant(name, lo, hi, planned.physical, replace(planned.stream, name=name)))
+        # the widest variant leaves the least room; with the same room all keep the same weights resident
+        room = room or pipeline.weight_room(planned.physical.budgets)
     return Plan(
         name=graph.name,
         key=key,
@@ -111,6 +114,7 @@ def _plan(
     machine: Machine,
     options: CompileOptions,
     variant: str,
+    room: Mapping[str, int],
     on_stage: Callable[[Stage], None] | None,
 ) -> pipeline.Planned:
     last = time.perf_counter()
@@ -125,7 +129,9 @@ def _plan(
             on_stage(Stage(variant, name, now - last, value))
         last = time.perf_counter()
 
-    chosen = pipeline.Options(numerics=options.numerics, disabled=frozenset(options.without))
+    chosen = pipeline.Options(
+        numerics=options.numerics, disabled=frozenset(options.without), weight_bytes=room
+    )
     return pipeline.compile_graph(graph, machine, chosen, check=door)
 
 

@@ -33,13 +33,13 @@ Message = Mapping[str, str]
 
 
 # ---- devices -----------------------------------------------------------------------
-def _backend(kind: str, threads: int | None = None) -> Backend:
+def _backend(kind: str) -> Backend:
     """The backend of a kind of device. Imported here so that a plan loads only what it uses."""
     match kind:
         case "cpu":
             from flashrt.backends.cpu import CpuBackend
 
-            return CpuBackend(threads=threads)
+            return CpuBackend()
         case "reference":
             from flashrt.backends.reference import ReferenceBackend
 
@@ -85,9 +85,9 @@ def open_plan(plan: Plan, *, pages: int = 0, threads: int | None = None, poison:
     backends: dict[str, Backend] = {}
     for spec in plan.machine.devices:
         if spec.id in used:
-            backend = backends.setdefault(spec.kind, _backend(spec.kind, threads))
+            backend = backends.setdefault(spec.kind, _backend(spec.kind))
             _check_device(plan, spec, backend)
-            opened[spec.id] = backend.open(spec)
+            opened[spec.id] = backend.open(replace(spec, cores=threads) if threads else spec)
     host = _backend("reference").open(replace(plan.machine.devices[0], kind="reference", id="host"))
     return Program(plan, opened, host, pages=pages, poison=poison or knobs.POISON.get())
 

@@ -26,7 +26,7 @@ line left out the stream still computes the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flashrt.errors import PlanError
@@ -102,11 +102,7 @@ def compile_graph(
     """
     options = options or Options()
     check = check or (lambda name, value: None)
-    if unknown := options.disabled - PERFORMANCE.keys():
-        raise PlanError(
-            f"can't leave out {', '.join(sorted(unknown))}",
-            hint=f"passes that may be left out: {', '.join(PERFORMANCE)}",
-        )
+    check_names(options.disabled)
     for name, rewrite in _rewrites(options):
         graph = rewrite(graph)
         check(name, graph)
@@ -120,6 +116,15 @@ def compile_graph(
             check(name, stream)
     _within(placed.budgets, stream)
     return Planned(graph, placed, stream)
+
+
+def check_names(disabled: Iterable[str]) -> None:
+    """Raises PlanError for a pass that can't be left out."""
+    if unknown := set(disabled) - PERFORMANCE.keys():
+        raise PlanError(
+            f"can't leave out {', '.join(sorted(unknown))}",
+            hint=f"passes that may be left out: {', '.join(PERFORMANCE)}",
+        )
 
 
 def _rewrites(options: Options) -> Sequence[tuple[str, Callable[[logical.Graph], logical.Graph]]]:

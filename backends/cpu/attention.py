@@ -13,8 +13,8 @@ from numba import types
 
 from flashrt.backends.cpu import rows
 from flashrt.backends.cpu.intrinsics import (
-    inner,
     copy_bytes,
+    inner,
     load_f32,
     load_i32,
     number,
@@ -41,7 +41,7 @@ A = rows.Attention(*range(len(rows.Attention._fields)))
 
 
 @inner
-def page_of(pages, stride, seq, position):  # type: ignore[no-untyped-def]
+def page_of(pages, stride, seq, position):
     """The page that holds a position of a sequence."""
     return types.int64(load_i32(pages + 4 * (seq * stride + (position >> 4))))
 
@@ -49,7 +49,7 @@ def page_of(pages, stride, seq, position):  # type: ignore[no-untyped-def]
 def kv_write() -> Any:
     """Each token's keys and values into its row of its page."""
 
-    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+    def kernel(tid, nth, row):
         heads, k_bytes, v_bytes = word(row, K.heads), 4 * word(row, K.k_dim), 4 * word(row, K.v_dim)
         line = 4 * word(row, K.dim)
         count = word(row, K.t) * heads
@@ -67,7 +67,7 @@ def kv_write() -> Any:
 
 
 @inner
-def dot(a, b, count):  # type: ignore[no-untyped-def]
+def dot(a, b, count):
     total = spread(types.float32(0))
     for c in range(0, count, 16):
         total = fma(load(a + 4 * c, count - c), load(b + 4 * c, count - c), total)
@@ -75,7 +75,7 @@ def dot(a, b, count):  # type: ignore[no-untyped-def]
 
 
 @inner
-def length_of(row, seq):  # type: ignore[no-untyped-def]
+def length_of(row, seq):
     """One more than the largest position that a sequence has in this step."""
     longest = types.int64(0)
     for t in range(word(row, A.t)):
@@ -85,7 +85,7 @@ def length_of(row, seq):  # type: ignore[no-untyped-def]
 
 
 @inner
-def score_page(row, q, keys, first, last, scores):  # type: ignore[no-untyped-def]
+def score_page(row, q, keys, first, last, scores):
     """Scores of rows [first, last) of a page; -inf in the other lanes."""
     dim, stride = word(row, A.k_dim), 4 * word(row, A.dim)
     store_whole(scores, spread(types.float32(0)))
@@ -103,7 +103,7 @@ def score_page(row, q, keys, first, last, scores):  # type: ignore[no-untyped-de
 
 
 @inner
-def mix_page(row, values, first, last, weights, shrink, y):  # type: ignore[no-untyped-def]
+def mix_page(row, values, first, last, weights, shrink, y):
     """y = y·shrink + Σ weights·values"""
     dim, stride = word(row, A.v_dim), 4 * word(row, A.dim)
     for c in range(0, dim, 16):
@@ -114,7 +114,7 @@ def mix_page(row, values, first, last, weights, shrink, y):  # type: ignore[no-u
 
 
 @inner
-def attend(row, t, head, q, y, scores):  # type: ignore[no-untyped-def]
+def attend(row, t, head, q, y, scores):
     """One head of one token."""
     position = types.int64(load_i32(word(row, A.positions) + 4 * t))
     seq = types.int64(load_i32(word(row, A.seq) + 4 * t))
@@ -150,7 +150,7 @@ def attend(row, t, head, q, y, scores):  # type: ignore[no-untyped-def]
 def attention() -> Any:
     """softmax(q·k·scale)·v over the keys that each token may see."""
 
-    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+    def kernel(tid, nth, row):
         heads, k_dim, v_dim = word(row, A.heads), word(row, A.k_dim), word(row, A.v_dim)
         count, scores = word(row, A.t) * heads, stack(64)
         for item in range(count * tid // nth, count * (tid + 1) // nth):

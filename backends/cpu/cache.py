@@ -56,10 +56,10 @@ def available(kernel: str) -> bool:
 @cache
 def key() -> str:
     """Identifies everything that compiled code depends on."""
-    sources = [*sorted(Path(__file__).parent.glob("*.py")), layouts.__file__, ops.__file__]
+    sources = sorted(Path(__file__).parent.glob("*.py")) + [Path(str(m.__file__)) for m in (layouts, ops)]
     digest = hashlib.sha256()
     for path in sources:
-        digest.update(Path(path).read_bytes())
+        digest.update(path.read_bytes())
     versions = (sys.version, metadata.version("numba"), metadata.version("llvmlite"))
     digest.update(repr((versions, processor())).encode())
     return digest.hexdigest()[:20]

@@ -9,8 +9,8 @@ from numba import types
 
 from flashrt.backends.cpu import rows
 from flashrt.backends.cpu.intrinsics import (
-    inner,
     copy_bytes,
+    inner,
     load_f32,
     load_i32,
     number,
@@ -38,25 +38,25 @@ Q = rows.Quantize(*range(len(rows.Quantize._fields)))
 
 
 @inner
-def silu(v):  # type: ignore[no-untyped-def]
+def silu(v):
     return v / (spread(types.float32(1)) + vexp(spread(types.float32(0)) - v))
 
 
 @inner
-def gelu(v):  # type: ignore[no-untyped-def]
+def gelu(v):
     one, half = spread(types.float32(1)), spread(types.float32(0.5))
     return v * half * (one + verf(v * spread(types.float32(math.sqrt(0.5)))))
 
 
 @inner
-def gelu_tanh(v):  # type: ignore[no-untyped-def]
+def gelu_tanh(v):
     one, half = spread(types.float32(1)), spread(types.float32(0.5))
     cube = spread(types.float32(0.044715)) * v * v * v
     return v * half * (one + vtanh(spread(types.float32(math.sqrt(2 / math.pi))) * (v + cube)))
 
 
 @inner
-def relu(v):  # type: ignore[no-untyped-def]
+def relu(v):
     return vmax(v, spread(types.float32(0)))
 
 
@@ -66,7 +66,7 @@ ACTIVATIONS = {
 
 
 @inner
-def other(b, step, c, count):  # type: ignore[no-untyped-def]
+def other(b, step, c, count):
     """16 elements of a row of the second operand, or its one number 16 times."""
     return load(b + 4 * c, count) if step else spread(load_f32(b))
 
@@ -74,7 +74,7 @@ def other(b, step, c, count):  # type: ignore[no-untyped-def]
 def _binary(function: Any) -> Any:
     """y = function(a, b)"""
 
-    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+    def kernel(tid, nth, row):
         width, b_at, step = word(row, M.width), operand(row, M.b_at, M.b), word(row, M.b_step)
         chunks = (width + 15) >> 4
         count = word(row, M.rows) * chunks
@@ -90,7 +90,7 @@ def _binary(function: Any) -> Any:
 def _unary(function: Any) -> Any:
     """y = function(a, by)"""
 
-    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+    def kernel(tid, nth, row):
         width, by = word(row, M.width), spread(types.float32(number(row, M.f64_by)))
         chunks = (width + 15) >> 4
         count = word(row, M.rows) * chunks
@@ -137,10 +137,10 @@ def softcap() -> Any:
 def copy() -> Any:
     """Rows of bytes from one place to another, by an index when there is one."""
 
-    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
-        count, index = word(row, C.rows), word(row, C.index)
+    def kernel(tid, nth, row):
+        count, which = word(row, C.rows), word(row, C.which)
         for r in range(count * tid // nth, count * (tid + 1) // nth):
-            source = types.int64(load_i32(index + 4 * r)) if index else types.int64(r)
+            source = types.int64(load_i32(which + 4 * r)) if which else types.int64(r)
             x = word(row, C.x) + source * word(row, C.x_stride)
             copy_bytes(word(row, C.y) + r * word(row, C.y_stride), x, word(row, C.bytes))
 
@@ -150,7 +150,7 @@ def copy() -> Any:
 def quantize() -> Any:
     """Blocks of 32: bytes x/scale, half to even, then the scales (largest magnitude / 127)."""
 
-    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+    def kernel(tid, nth, row):
         k, count = word(row, Q.k), word(row, Q.t)
         for t in range(count * tid // nth, count * (tid + 1) // nth):
             x, y = word(row, Q.x) + 4 * t * word(row, Q.x_stride), word(row, Q.y) + t * word(row, Q.y_stride)
@@ -170,7 +170,7 @@ def quantize() -> Any:
 
 
 @inner
-def round_even(v):  # type: ignore[no-untyped-def]
+def round_even(v):
     """The nearest whole number, half to even, for |v| < 2^22."""
     shift = types.float32(1.5 * 2.0**23)
     return (v + shift) - shift

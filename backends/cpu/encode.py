@@ -35,7 +35,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Rows of a weight block: `n` rows of k elements, `offset` bytes beyond what the table word `at` holds."""
+    """Rows of a weight block: `n` rows of k elements, `offset` bytes beyond what table word `at` holds."""
 
     at: int
     offset: Dim
@@ -109,7 +109,8 @@ class Operands:
         """(address, heads, dim) of the state kv f32[P,2,heads,16,dim] that the instruction names."""
         (name,) = instr.writes or instr.reads
         type = next(s.type for s in self.memory.stream.states if s.name == name)
-        return host_address(self.memory.state(name, self.device)), size(type.shape[2], {}), size(type.shape[4], {})
+        heads, dim = size(type.shape[2], {}), size(type.shape[4], {})
+        return host_address(self.memory.state(name, self.device)), heads, dim
 
 
 def host_address(place: Place) -> int:
@@ -186,9 +187,8 @@ def _rope_table(instr: micro.Dispatch, ops: Operands) -> Encoded:
     positions, y = ops.tensor(instr.args[0]), ops.tensor(instr.dst)
     half = _elements(instr.args[1], ops)
     count = positions.rows * positions.width
-    fields = rows.RopeTable(
-        positions.address, *ops.either(instr.args[1]), y.address, y.stride, count, half, real(instr, "scale", 1.0)
-    )
+    w, scale = ops.either(instr.args[1]), real(instr, "scale", 1.0)
+    fields = rows.RopeTable(positions.address, *w, y.address, y.stride, count, half, scale)
     return Encoded("rope_table", fields, count * half * 100)
 
 
@@ -268,11 +268,9 @@ def _unary(kernel: str, by: str, cycles: float) -> Callable[[micro.Dispatch, Ope
     return encode
 
 
-def _copied(x: Tensor, y: Tensor, address: Dim, index: Dim, count: Dim, width: Dim) -> Encoded:
+def _copied(x: Tensor, y: Tensor, address: Dim, which: Dim, count: Dim, width: Dim) -> Encoded:
     """`count` rows of `width` elements from `address`."""
-    fields = rows.Copy(
-        address, x.stride * x.item, index, y.address, y.stride * y.item, count, width * x.item
-    )
+    fields = rows.Copy(address, x.stride * x.item, which, y.address, y.stride * y.item, count, width * x.item)
     return Encoded("copy", fields, count * width * (x.item / 16))
 
 
@@ -297,10 +295,12 @@ def _view(instr: micro.Dispatch, ops: Operands) -> Encoded:
 def _sample(instr: micro.Dispatch, ops: Operands) -> Encoded:
     logits, *parameters, history = (ops.tensor(a) for a in instr.args)
     v = size(logits.width, {})
-    scratch = aligned(ops.threads * rows.sample_bytes(v))
+    scratch, y = aligned(ops.threads * rows.sample_bytes(v)), ops.tensor(instr.dst)
+    temperature, top_k, top_p, min_p, penalty, seed, draw = (p.address for p in parameters)
     fields = rows.Sample(
-        logits.address, logits.stride, *(p.address for p in parameters), history.address, history.stride,
-        ops.tensor(instr.dst).address, logits.rows, v, history.width, scratch.ctypes.data, rows.sample_bytes(v),
+        logits.address, logits.stride, temperature, top_k, top_p, min_p, penalty, seed, draw,
+        history.address, history.stride, y.address, logits.rows, v, history.width,
+        scratch.ctypes.data, rows.sample_bytes(v),
     )  # fmt: skip
     return Encoded("sample", fields, logits.rows * v, scratch)
 
@@ -308,7 +308,8 @@ def _sample(instr: micro.Dispatch, ops: Operands) -> Encoded:
 def quantize(instr: micro.Quantize, ops: Operands) -> Encoded:
     """The row of a `quantize` instruction."""
     if instr.scheme != "i8/32":
-        raise PlanError(f"cpu: unknown scheme {instr.scheme!r}", lines=text.show_instr(instr), hint="known: i8/32")
+        what = f"cpu: unknown scheme {instr.scheme!r}"
+        raise PlanError(what, lines=text.show_instr(instr), hint="known: i8/32")
     x, y = ops.tensor(instr.src), ops.tensor(instr.dst)
     assert y.width == x.width + 4 * ceildiv(x.width, 32), (x.width, y.width)
     fields = rows.Quantize(x.address, x.stride, y.address, y.stride, x.rows, x.width)

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import extending, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F32, F64 = ir.FloatType(), ir.DoubleType()
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 # Options of every compiled function: no wrappers for Python callers, IEEE division, and so nothing
 # that raises or needs the interpreter.
-OPTIONS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
-inner = njit(**OPTIONS)
+OPTIONS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
+inner: Any = njit(**OPTIONS)
+intrinsic: Any = extending.intrinsic  # what it makes is called without the first argument that Python sees
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -28,27 +28,27 @@ def at(builder: ir.IRBuilder, address: ir.Value, type: ir.Type) -> ir.Value:
 
 def _load(type: Any, kind: ir.Type) -> Callable[..., Any]:
     @intrinsic
-    def load(typing, address):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def load(typing, address):
+        def codegen(context, builder, signature, args):
             value = builder.load(at(builder, args[0], kind))
             value.align = 1 if kind == I8 else 4
             return value
 
         return type(types.int64), codegen
 
-    return load  # type: ignore[no-any-return]
+    return load
 
 
 def _store(type: Any, kind: ir.Type) -> Callable[..., Any]:
     @intrinsic
-    def store(typing, address, value):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def store(typing, address, value):
+        def codegen(context, builder, signature, args):
             builder.store(args[1], at(builder, args[0], kind)).align = 1 if kind == I8 else 4
             return context.get_dummy_value()
 
         return types.void(types.int64, type), codegen
 
-    return store  # type: ignore[no-any-return]
+    return store
 
 
 load_f32, store_f32 = _load(types.float32, F32), _store(types.float32, F32)
@@ -59,19 +59,19 @@ load_u8, store_u8 = _load(types.uint8, I8), _store(types.uint8, I8)
 
 
 @inner
-def word(row, field):  # type: ignore[no-untyped-def]
+def word(row, field):
     """An int64 field of a row."""
     return load_i64(row + 8 * field)
 
 
 @inner
-def number(row, field):  # type: ignore[no-untyped-def]
+def number(row, field):
     """A float64 field of a row."""
     return load_f64(row + 8 * field)
 
 
 @inner
-def operand(row, at_field, field):  # type: ignore[no-untyped-def]
+def operand(row, at_field, field):
     """The address of an operand that may lie in the block table; 0 when it is absent."""
     entry = load_i64(row + 8 * at_field)
     base = load_i64(row + 8 * field)
@@ -79,11 +79,11 @@ def operand(row, at_field, field):  # type: ignore[no-untyped-def]
 
 
 @intrinsic(prefer_literal=True)
-def stack(typing, nbytes):  # type: ignore[no-untyped-def]
+def stack(typing, nbytes):
     """Address of that many bytes (a literal) on the stack, 64-byte aligned, for the whole call."""
     count = nbytes.literal_value
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         with builder.goto_entry_block():
             memory = builder.alloca(ir.ArrayType(I8, count))
             memory.align = 64
@@ -93,10 +93,10 @@ def stack(typing, nbytes):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def copy_bytes(typing, dst, src, count):  # type: ignore[no-untyped-def]
+def copy_bytes(typing, dst, src, count):
     """memcpy"""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         to, source = at(builder, args[0], I8), at(builder, args[1], I8)
         cgutils.raw_memcpy(builder, to, source, args[2], 1)
         return context.get_dummy_value()
@@ -106,26 +106,26 @@ def copy_bytes(typing, dst, src, count):  # type: ignore[no-untyped-def]
 
 # ---- atomics --------------------------------------------------------------------
 @intrinsic
-def atomic_add(typing, address, value):  # type: ignore[no-untyped-def]
+def atomic_add(typing, address, value):
     """Adds, sequentially consistent; gives the old value."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return builder.atomic_rmw("add", at(builder, args[0], I64), args[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), codegen
 
 
 @intrinsic
-def load_acquire(typing, address):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def load_acquire(typing, address):
+    def codegen(context, builder, signature, args):
         return builder.load_atomic(at(builder, args[0], I64), "acquire", 8)
 
     return types.int64(types.int64), codegen
 
 
 @intrinsic
-def store_release(typing, address, value):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def store_release(typing, address, value):
+    def codegen(context, builder, signature, args):
         builder.store_atomic(args[1], at(builder, args[0], I64), "release", 8)
         return context.get_dummy_value()
 
@@ -139,10 +139,10 @@ def _call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) ->
 
 
 @intrinsic
-def pause(typing):  # type: ignore[no-untyped-def]
+def pause(typing):
     """Tells the processor that this is a spin."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         if X86:
             _call(builder, "llvm.x86.sse2.pause", ir.VoidType())
         return context.get_dummy_value()
@@ -151,10 +151,10 @@ def pause(typing):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def yield_core(typing):  # type: ignore[no-untyped-def]
+def yield_core(typing):
     """sched_yield"""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         _call(builder, "sched_yield", I32)
         return context.get_dummy_value()
 
@@ -162,10 +162,10 @@ def yield_core(typing):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def sleep_us(typing, us):  # type: ignore[no-untyped-def]
+def sleep_us(typing, us):
     """usleep"""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         _call(builder, "usleep", I32, builder.trunc(args[0], I32))
         return context.get_dummy_value()
 
@@ -173,10 +173,10 @@ def sleep_us(typing, us):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def clock_ns(typing):  # type: ignore[no-untyped-def]
+def clock_ns(typing):
     """clock_gettime(CLOCK_MONOTONIC): the clock of time.perf_counter_ns on Linux."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         with builder.goto_entry_block():
             spec = builder.alloca(ir.LiteralStructType([I64, I64]))
         _call(builder, "clock_gettime", I32, I32(1), spec)
@@ -188,15 +188,15 @@ def clock_ns(typing):  # type: ignore[no-untyped-def]
 
 def _futex(operation: int) -> Callable[..., Any]:
     @intrinsic
-    def futex(typing, address, value):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def futex(typing, address, value):
+        def codegen(context, builder, signature, args):
             zero, words = I64(0), (I64(FUTEX), args[0], I64(operation), args[1])
             _call(builder, "syscall", I64, *words, zero, zero, zero)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64), codegen
 
-    return futex  # type: ignore[no-any-return]
+    return futex
 
 
 # FUTEX_WAIT and FUTEX_WAKE of one process; the word is the low half of an int64
@@ -204,10 +204,10 @@ futex_wait, futex_wake = _futex(128), _futex(129)
 
 
 @intrinsic
-def call_kernel(typing, address, tid, nth, row):  # type: ignore[no-untyped-def]
+def call_kernel(typing, address, tid, nth, row):
     """Calls a compiled kernel; its status, 0 when all is well."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         with builder.goto_entry_block():
             result, fault = builder.alloca(I64), builder.alloca(I64)
         kind = ir.FunctionType(I32, [result.type, fault.type, I64, I64, I64])

@@ -14,8 +14,8 @@ from numba import types
 
 from flashrt.backends.cpu import rows
 from flashrt.backends.cpu.intrinsics import (
-    inner,
     copy_bytes,
+    inner,
     load_i32,
     load_u8,
     operand,
@@ -32,14 +32,14 @@ Kernel = Callable[[Any, Any, Any], None]
 
 
 @inner
-def zero(address, count):  # type: ignore[no-untyped-def]
+def zero(address, count):
     """`count` vectors of zeros."""
     for i in range(count):
         store_whole(address + 64 * i, spread(types.float32(0)))
 
 
 @inner
-def finish(row, total, t, channel, count):  # type: ignore[no-untyped-def]
+def finish(row, total, t, channel, count):
     """Adds bias and residual to min(16, count) totals and stores them."""
     bias = operand(row, L.bias_at, L.bias)
     residual = word(row, L.residual)
@@ -57,7 +57,7 @@ def quantised(bits: int, minimum: bool) -> Kernel:
     block_bytes = quant_bytes + (64 if minimum else 32)
 
     @inner
-    def add(tokens, q, s, m, blocks, x, x_stride, acc):  # type: ignore[no-untyped-def]
+    def add(tokens, q, s, m, blocks, x, x_stride, acc):
         if tokens == 8:
             tile8(q, s, m, blocks, x, x_stride, acc)
         elif tokens == 4:
@@ -65,7 +65,7 @@ def quantised(bits: int, minimum: bool) -> Kernel:
         else:
             tile1(q, s, m, blocks, x, x_stride, acc)
 
-    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+    def kernel(tid, nth, row):
         n, k, t_count = word(row, L.n), word(row, L.k), word(row, L.t)
         whole, tail, blocks = k >> 5, k & 31, (k + 31) >> 5
         weights, x_stride = operand(row, L.w_at, L.w), 4 * word(row, L.x_stride)
@@ -102,7 +102,7 @@ def plain(element: str) -> Kernel:
     one, size = element_as_f32(element), 4 if element == "f32" else 2
 
     @inner
-    def add(channels, tokens, w, w_stride, x, x_stride, steps, acc):  # type: ignore[no-untyped-def]
+    def add(channels, tokens, w, w_stride, x, x_stride, steps, acc):
         if channels == 4 and tokens == 4:
             tile44(w, w_stride, x, x_stride, steps, acc)
         elif channels == 4:
@@ -113,7 +113,7 @@ def plain(element: str) -> Kernel:
             tile11(w, w_stride, x, x_stride, steps, acc)
 
     @inner
-    def add_tail(channels, tokens, w, w_stride, x, x_stride, count, acc, padded):  # type: ignore[no-untyped-def]
+    def add_tail(channels, tokens, w, w_stride, x, x_stride, count, acc, padded):
         """The last `count` < 16 of K: both sides copied as f32 with zeros behind."""
         zero(padded, 8)
         for c in range(channels):
@@ -130,7 +130,7 @@ def plain(element: str) -> Kernel:
         else:
             tail11(padded, 64, padded + 256, 64, 1, acc)
 
-    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+    def kernel(tid, nth, row):
         n, k, t_count = word(row, L.n), word(row, L.k), word(row, L.t)
         steps, tail = k >> 4, k & 15
         weights, x_stride = operand(row, L.w_at, L.w), 4 * word(row, L.x_stride)
@@ -160,14 +160,14 @@ def plain(element: str) -> Kernel:
 
 
 @inner
-def fill_nan(address, count):  # type: ignore[no-untyped-def]
+def fill_nan(address, count):
     """`count` floats of NaN."""
     for c in range(0, count, 16):
         store(address + 4 * c, spread(types.float32(float("nan"))), count - c)
 
 
 def _embedding(decode: Any) -> Kernel:
-    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+    def kernel(tid, nth, row):
         t_count, v, c = word(row, E.t), word(row, E.v), word(row, E.c)
         weights = operand(row, E.w_at, E.w)
         for t in range(t_count * tid // nth, t_count * (tid + 1) // nth):
@@ -186,7 +186,7 @@ def plain_embedding(element: str) -> Kernel:
     one, size = element_as_f32(element), 4 if element == "f32" else 2
 
     @inner
-    def decode(weights, id, count, y):  # type: ignore[no-untyped-def]
+    def decode(weights, id, count, y):
         for k in range(count):
             store_f32(y + 4 * k, one(weights + (id * count + k) * size))
 
@@ -199,14 +199,14 @@ def quantised_embedding(bits: int, minimum: bool) -> Kernel:
     block_bytes = quant_bytes + (64 if minimum else 32)
 
     @inner
-    def quant(block, channel, k):  # type: ignore[no-untyped-def]
+    def quant(block, channel, k):
         if bits == 8:
             return types.int64(types.int8(load_u8(block + (k >> 2) * 64 + channel * 4 + (k & 3))))
         both = types.int64(load_u8(block + (k >> 3) * 64 + channel * 4 + (k & 3)))
         return (both >> (k & 4)) & 15
 
     @inner
-    def decode(weights, id, count, y):  # type: ignore[no-untyped-def]
+    def decode(weights, id, count, y):
         blocks, channel = (count + 31) >> 5, id & 15
         group = weights + (id >> 4) * blocks * block_bytes
         scales = group + blocks * quant_bytes + 2 * channel

@@ -15,7 +15,7 @@ N = rows.Norm(*range(len(rows.Norm._fields)))
 
 
 @inner
-def sum_of(x, count):  # type: ignore[no-untyped-def]
+def sum_of(x, count):
     total = spread(types.float32(0))
     for c in range(0, count, 16):
         total = total + load(x + 4 * c, count - c)
@@ -23,7 +23,7 @@ def sum_of(x, count):  # type: ignore[no-untyped-def]
 
 
 @inner
-def sum_of_squares(x, count, mean):  # type: ignore[no-untyped-def]
+def sum_of_squares(x, count, mean):
     """Σ (x - mean)²"""
     total = spread(types.float32(0))
     centre = spread(mean)
@@ -36,7 +36,7 @@ def sum_of_squares(x, count, mean):  # type: ignore[no-untyped-def]
 
 
 @inner
-def part(v, count):  # type: ignore[no-untyped-def]
+def part(v, count):
     """The first `count` lanes, zeros behind."""
     buffer = stack(64)
     store(buffer, v, 16)
@@ -44,7 +44,7 @@ def part(v, count):  # type: ignore[no-untyped-def]
 
 
 def _norm(centred: bool) -> Any:
-    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+    def kernel(tid, nth, row):
         groups, width, size = word(row, N.groups), word(row, N.width), word(row, N.w_size)
         w, b = operand(row, N.w_at, N.w), operand(row, N.b_at, N.b)
         eps, offset = number(row, N.f64_eps), spread(types.float32(number(row, N.f64_offset)))

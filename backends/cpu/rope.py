@@ -26,7 +26,7 @@ R = rows.Rope(*range(len(rows.Rope._fields)))
 def rope_table() -> Any:
     """Angles are float32 products, as models define them; their cosines are right to the last bit."""
 
-    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+    def kernel(tid, nth, row):
         count, half = word(row, T.t), word(row, T.half)
         frequencies, scale = operand(row, T.w_at, T.w), types.float32(number(row, T.f64_scale))
         for t in range(count * tid // nth, count * (tid + 1) // nth):
@@ -43,7 +43,7 @@ def rope_table() -> Any:
 def rope() -> Any:
     """Halves x1, x2 of a head's first channels: x1·cos - x2·sin, x2·cos + x1·sin; the rest is copied."""
 
-    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+    def kernel(tid, nth, row):
         heads, dim, half = word(row, R.heads), word(row, R.dim), word(row, R.half)
         count = word(row, R.t) * heads
         for item in range(count * tid // nth, count * (tid + 1) // nth):

@@ -137,7 +137,10 @@ class KvWrite(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """y[T, heads*v_dim] = attention of q[T, heads*k_dim] over kv[P,2,kv_heads,16,dim]. window, softcap 0: none."""
+    """y[T, heads*v_dim] = attention of q[T, heads*k_dim] over kv[P,2,kv_heads,16,dim].
+
+    window, softcap: 0 is none.
+    """
 
     q: Dim
     q_stride: Dim
@@ -163,7 +166,10 @@ class Attention(NamedTuple):
 
 
 class Map(NamedTuple):
-    """y = f(a, b) elementwise over [rows, width]. b_stride 0: one row for all; b_step 0: one number for all."""
+    """y = f(a, b) elementwise over [rows, width].
+
+    b_stride 0: one row for all; b_step 0: one number for all.
+    """
 
     a: Dim
     a_stride: Dim
@@ -179,11 +185,11 @@ class Map(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Rows of `bytes` bytes from x to y; strides in bytes. index, unless 0: i32[rows], which row of x."""
+    """Rows of `bytes` bytes from x to y; strides in bytes. which, unless 0: i32[rows], the row of x."""
 
     x: Dim
     x_stride: Dim
-    index: Dim
+    which: Dim
     y: Dim
     y_stride: Dim
     rows: Dim
@@ -202,7 +208,10 @@ class Quantize(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One token a row of logits[N,V]. scratch: `sample_bytes(V)` bytes for each thread, scratch_stride apart."""
+    """One token a row of logits[N,V].
+
+    scratch: `sample_bytes(V)` bytes for each thread, scratch_stride apart.
+    """
 
     logits: Dim
     logits_stride: Dim
@@ -231,9 +240,7 @@ def sample_bytes(v: int) -> int:
     return -(-8 * v // 64) * 64 + 16 * SAMPLE_BUCKETS
 
 
-Fields = (
-    Linear | Embedding | Norm | RopeTable | Rope | KvWrite | Attention | Map | Copy | Quantize | Sample
-)
+Fields = Linear | Embedding | Norm | RopeTable | Rope | KvWrite | Attention | Map | Copy | Quantize | Sample
 
 # words of the team's memory, each on a cache line of its own
 GO, CODE, EPOCH, DONE, ARRIVED, RELEASED, FAULT, SLEEPERS, QUIT = (64 * i for i in range(9))
@@ -244,7 +251,7 @@ class CodeWords(NamedTuple):
     """What the walk is handed: addresses and the number of rows."""
 
     rows: int
-    count: int
+    row_count: int
     waits: int
     signals: int
     stamps: int

@@ -34,7 +34,7 @@ LARGEST = 3.4028234663852886e38
 
 
 @inner
-def splitmix64(x):  # type: ignore[no-untyped-def]
+def splitmix64(x):
     """One step of the splitmix64 generator (Steele, Lea, Flood 2014)."""
     x = types.uint64(x + types.uint64(0x9E3779B97F4A7C15))
     x = types.uint64((x ^ (x >> types.uint64(30))) * types.uint64(0xBF58476D1CE4E5B9))
@@ -43,14 +43,14 @@ def splitmix64(x):  # type: ignore[no-untyped-def]
 
 
 @inner
-def uniform(seed, draw):  # type: ignore[no-untyped-def]
+def uniform(seed, draw):
     """A number in [0, 1) that depends on (seed, draw) alone."""
     bits = splitmix64(types.uint64(seed) ^ splitmix64(types.uint64(draw)))
     return types.float64(types.int64(bits >> types.uint64(11))) / 9007199254740992.0
 
 
 @inner
-def drawable(x):  # type: ignore[no-untyped-def]
+def drawable(x):
     """NaN as -inf, +inf as the largest float32."""
     if x != x:
         return types.float32(-math.inf)
@@ -58,7 +58,7 @@ def drawable(x):  # type: ignore[no-untyped-def]
 
 
 @inner
-def penalised(x, penalty):  # type: ignore[no-untyped-def]
+def penalised(x, penalty):
     if x == types.float32(-math.inf):
         return x
     y = x / penalty if x > 0 else x * penalty
@@ -66,7 +66,7 @@ def penalised(x, penalty):  # type: ignore[no-untyped-def]
 
 
 @inner
-def prepare(row, n, values):  # type: ignore[no-untyped-def]
+def prepare(row, n, values):
     """Logits that can be drawn, penalties applied, into `values`; the largest's index."""
     v, h = word(row, S.v), word(row, S.h)
     logits = word(row, S.logits) + 4 * n * word(row, S.logits_stride)
@@ -87,14 +87,14 @@ def prepare(row, n, values):  # type: ignore[no-untyped-def]
 
 
 @inner
-def before(values, i, j):  # type: ignore[no-untyped-def]
+def before(values, i, j):
     """Whether token i comes before token j: larger logit, or the same and a lower id."""
     a, b = load_f32(values + 4 * i), load_f32(values + 4 * j)
     return a > b or (a == b and i < j)
 
 
 @inner
-def sink_down(values, heap, at, count):  # type: ignore[no-untyped-def]
+def sink_down(values, heap, at, count):
     while True:
         child = 2 * at + 1
         if child >= count:
@@ -111,7 +111,7 @@ def sink_down(values, heap, at, count):  # type: ignore[no-untyped-def]
 
 
 @inner
-def sort(values, list, count):  # type: ignore[no-untyped-def]
+def sort(values, list, count):
     """Heapsort of token ids into descending order."""
     for at in range((count >> 1) - 1, -1, -1):
         sink_down(values, list, at, count)
@@ -123,19 +123,19 @@ def sort(values, list, count):  # type: ignore[no-untyped-def]
 
 
 @inner
-def distance(values, i, top, temperature):  # type: ignore[no-untyped-def]
+def distance(values, i, top, temperature):
     """(logit - largest) / temperature, at most 0."""
     return (types.float64(load_f32(values + 4 * i)) - top) / temperature
 
 
 @inner
-def bucket_of(d):  # type: ignore[no-untyped-def]
+def bucket_of(d):
     """Buckets descend: 0 holds the largest logits. 1/16 wide; the last holds all the rest."""
     return types.int64(min(-d * 16.0, BUCKETS - 1.0))
 
 
 @inner
-def gather(values, list, v, top, temperature, bucket):  # type: ignore[no-untyped-def]
+def gather(values, list, v, top, temperature, bucket):
     """The tokens of one bucket in descending order; how many."""
     count = 0
     for i in range(v):
@@ -147,7 +147,7 @@ def gather(values, list, v, top, temperature, bucket):  # type: ignore[no-untype
 
 
 @inner
-def kth(values, list, counts, v, top, temperature, k):  # type: ignore[no-untyped-def]
+def kth(values, list, counts, v, top, temperature, k):
     """The k-th token in descending order (the last one when there are fewer)."""
     for b in range(BUCKETS):
         store_i64(counts + 8 * b, 0)
@@ -164,7 +164,7 @@ def kth(values, list, counts, v, top, temperature, k):  # type: ignore[no-untype
 
 
 @inner
-def weight(values, i, top, temperature, least, last):  # type: ignore[no-untyped-def]
+def weight(values, i, top, temperature, least, last):
     """e^distance of a token that is kept, else 0. last: the last token kept by top_k, or -1."""
     d = distance(values, i, top, temperature)
     if d < FAR or (last >= 0 and before(values, last, i)):
@@ -174,7 +174,7 @@ def weight(values, i, top, temperature, least, last):  # type: ignore[no-untyped
 
 
 @inner
-def walk_to(values, list, masses, v, top, temperature, least, last, goal, passing):  # type: ignore[no-untyped-def]
+def walk_to(values, list, masses, v, top, temperature, least, last, goal, passing):
     """The first token in descending order whose running sum reaches `goal` (exceeds it, if
     `passing`), and that sum; the last token with a weight when none does."""
     running, b = 0.0, 0
@@ -201,7 +201,7 @@ def walk_to(values, list, masses, v, top, temperature, least, last, goal, passin
 
 
 @inner
-def fill_masses(values, masses, v, top, temperature, least, last):  # type: ignore[no-untyped-def]
+def fill_masses(values, masses, v, top, temperature, least, last):
     """The weights of each bucket, added in order of ids; the sum of all buckets."""
     for b in range(BUCKETS):
         store_f64(masses + 8 * b, 0.0)
@@ -215,7 +215,7 @@ def fill_masses(values, masses, v, top, temperature, least, last):  # type: igno
 
 
 @inner
-def pick(row, n, values, list, counts, masses):  # type: ignore[no-untyped-def]
+def pick(row, n, values, list, counts, masses):
     """The token of row n."""
     v = word(row, S.v)
     best = prepare(row, n, values)
@@ -230,9 +230,7 @@ def pick(row, n, values, list, counts, masses):  # type: ignore[no-untyped-def]
     total = fill_masses(values, masses, v, top, temperature, least, last)
     share = types.float64(load_f32(word(row, S.top_p) + 4 * n))
     if share < 1:
-        last, total = walk_to(
-            values, list, masses, v, top, temperature, least, last, share * total, False
-        )
+        last, total = walk_to(values, list, masses, v, top, temperature, least, last, share * total, False)
         total = fill_masses(values, masses, v, top, temperature, least, last)
     u = uniform(load_i64(word(row, S.seed) + 8 * n), load_i64(word(row, S.draw) + 8 * n))
     return walk_to(values, list, masses, v, top, temperature, least, last, u * total, True)[0]
@@ -241,7 +239,7 @@ def pick(row, n, values, list, counts, masses):  # type: ignore[no-untyped-def]
 def sample() -> Any:
     """One token a row."""
 
-    def kernel(tid, nth, row):  # type: ignore[no-untyped-def]
+    def kernel(tid, nth, row):
         count, v = word(row, S.n), word(row, S.v)
         values = word(row, S.scratch) + tid * word(row, S.scratch_stride)
         list = values + 4 * v

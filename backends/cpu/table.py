@@ -14,7 +14,6 @@ from flashrt.ir import micro
 from flashrt.ir.types import Dim, Expr, evaluate, symbols_of
 
 SOLO_CYCLES = 6000  # below this, waking the others costs more than they save
-HEADER = len(rows.Header._fields)
 SOLO = rows.Header._fields.index("solo")
 
 
@@ -42,9 +41,8 @@ class Code:
 
     def __post_init__(self) -> None:
         abort = self.memory.words.ctypes.data + 8 * ABORT
-        arrays = (self.waits, self.signals, self.stamps)
-        where = (a.ctypes.data for a in arrays)
-        words = rows.CodeWords(self.table.ctypes.data, len(self.table), *where, abort)
+        waits, signals, stamps = (a.ctypes.data for a in (self.waits, self.signals, self.stamps))
+        words = rows.CodeWords(self.table.ctypes.data, len(self.table), waits, signals, stamps, abort)
         self.words = np.array(words, np.int64)
 
     def refresh(self) -> None:

@@ -46,14 +46,14 @@ class Team:
         self._close()
 
 
-def _help(function, tid: int, threads: int, control: U8, core: int | None) -> None:  # type: ignore[no-untyped-def]
+def _help(function, tid: int, threads: int, control: U8, core: int | None) -> None:
     """A helper's thread: on a core of its own, so that it never shares one with another helper."""
     if core is not None:
         os.sched_setaffinity(0, {core})
     function(tid, threads, control.ctypes.data)
 
 
-def _send_home(quit, threads: int, control: U8, helpers: list[threading.Thread]) -> None:  # type: ignore[no-untyped-def]
+def _send_home(quit, threads: int, control: U8, helpers: list[threading.Thread]) -> None:
     quit(threads, control.ctypes.data)
     for helper in helpers:
         helper.join()

@@ -13,9 +13,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from flashrt.backends.cpu.intrinsics import F32, I16, I64, at
+from flashrt.backends.cpu.intrinsics import F32, I16, I64, at, intrinsic
 from flashrt.backends.cpu.vector import LANES, VI, V, constant, muladd, splat, tree
 
 VH = ir.VectorType(ir.HalfType(), LANES)
@@ -63,8 +62,8 @@ def quant_tile(bits: int, minimum: bool, tokens: int) -> Any:
     """
 
     @intrinsic
-    def tile(typing, q, s, m, blocks, x, x_stride, acc):  # type: ignore[no-untyped-def]
-        def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+    def tile(typing, q, s, m, blocks, x, x_stride, acc):
+        def codegen(context, b, signature, args):
             q, s, m, blocks, x, x_stride, acc = args
             rows = [b.add(x, b.mul(x_stride, I64(t))) for t in range(tokens)]
             totals = _Totals(b, acc, tokens)
@@ -130,8 +129,8 @@ def plain_tile(element: str, rows: int, tokens: int) -> Any:
     size = 4 if element == "f32" else 2
 
     @intrinsic
-    def tile(typing, w, w_stride, x, x_stride, steps, acc):  # type: ignore[no-untyped-def]
-        def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+    def tile(typing, w, w_stride, x, x_stride, steps, acc):
+        def codegen(context, b, signature, args):
             w, w_stride, x, x_stride, steps, acc = args
             w_rows = [b.add(w, b.mul(w_stride, I64(r))) for r in range(rows)]
             x_rows = [b.add(x, b.mul(x_stride, I64(t))) for t in range(tokens)]
@@ -157,8 +156,8 @@ def element_as_f32(element: str) -> Any:
     """load(address): one element as float32."""
 
     @intrinsic
-    def load(typing, address):  # type: ignore[no-untyped-def]
-        def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+    def load(typing, address):
+        def codegen(context, b, signature, args):
             if element == "f32":
                 return _load(b, args[0], F32, 0, 4)
             if element == "f16":

@@ -15,16 +15,16 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
-from numba.extending import intrinsic, lower_builtin, models, register_model
+from numba.extending import lower_builtin, models, register_model
 
-from flashrt.backends.cpu.intrinsics import inner, F32, I1, I32, I64, at
+from flashrt.backends.cpu.intrinsics import F32, I32, at, inner, intrinsic
 
 LANES = 16
 V = ir.VectorType(F32, LANES)
 VI = ir.VectorType(I32, LANES)
 
 
-class Vector(types.Type):  # type: ignore[misc]
+class Vector(types.Type):
     """numba's type of a <16 x float>."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ f32x16 = Vector()
 
 
 @register_model(Vector)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, type: Any) -> None:
         super().__init__(manager, type, V)
 
@@ -75,14 +75,14 @@ def tree(builder: ir.IRBuilder, value: ir.Value, join: Any) -> ir.Value:
 
 # ---- operators --------------------------------------------------------------------
 def _operator(symbol: Any, emit: str) -> None:
-    class Template(AbstractTemplate):  # type: ignore[misc]
+    class Template(AbstractTemplate):
         def generic(self, args: Any, keywords: Any) -> Any:
             return signature(f32x16, f32x16, f32x16) if args == (f32x16, f32x16) else None
 
     infer_global(symbol)(Template)
 
     @lower_builtin(symbol, f32x16, f32x16)
-    def lower(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def lower(context, builder, signature, args):
         return getattr(builder, emit)(*args)
 
 
@@ -93,30 +93,30 @@ for _symbol, _emit in (
 
 
 @intrinsic
-def fma(typing, a, b, c):  # type: ignore[no-untyped-def]
+def fma(typing, a, b, c):
     """a·b + c"""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return muladd(builder, *args)
 
     return f32x16(f32x16, f32x16, f32x16), codegen
 
 
 @intrinsic
-def spread(typing, x):  # type: ignore[no-untyped-def]
+def spread(typing, x):
     """The number in all lanes."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return splat(builder, args[0])
 
     return f32x16(types.float32), codegen
 
 
 @intrinsic
-def lane_sum(typing, v):  # type: ignore[no-untyped-def]
+def lane_sum(typing, v):
     """The sum of the lanes, half with half."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return tree(builder, args[0], builder.fadd)
 
     return types.float32(f32x16), codegen
@@ -128,28 +128,28 @@ def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 
 @intrinsic
-def lane_max(typing, v):  # type: ignore[no-untyped-def]
+def lane_max(typing, v):
     """The largest lane."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return tree(builder, args[0], lambda a, b: larger(builder, a, b))
 
     return types.float32(f32x16), codegen
 
 
 @intrinsic
-def vmax(typing, a, b):  # type: ignore[no-untyped-def]
+def vmax(typing, a, b):
     """The larger of each lane; a NaN stays one."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return larger(builder, *args)
 
     return f32x16(f32x16, f32x16), codegen
 
 
 @intrinsic
-def vabs(typing, v):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def vabs(typing, v):
+    def codegen(context, builder, signature, args):
         return call(builder, "llvm.fabs.v16f32", V, args[0])
 
     return f32x16(f32x16), codegen
@@ -157,8 +157,8 @@ def vabs(typing, v):  # type: ignore[no-untyped-def]
 
 # ---- memory -----------------------------------------------------------------------
 @intrinsic
-def load_whole(typing, address):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def load_whole(typing, address):
+    def codegen(context, builder, signature, args):
         value = builder.load(at(builder, args[0], V))
         value.align = 4
         return value
@@ -167,8 +167,8 @@ def load_whole(typing, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def store_whole(typing, address, v):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def store_whole(typing, address, v):
+    def codegen(context, builder, signature, args):
         builder.store(args[1], at(builder, args[0], V)).align = 4
         return context.get_dummy_value()
 
@@ -181,10 +181,10 @@ def _mask(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
 
 
 @intrinsic
-def load_part(typing, address, count):  # type: ignore[no-untyped-def]
+def load_part(typing, address, count):
     """The first `count` lanes from memory, the others 0 and not read."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         pointer, mask = at(builder, args[0], V), _mask(builder, args[1])
         kind = ir.FunctionType(V, [pointer.type, I32, mask.type, V])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.load.v16f32.p0")
@@ -194,10 +194,10 @@ def load_part(typing, address, count):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def store_part(typing, address, v, count):  # type: ignore[no-untyped-def]
+def store_part(typing, address, v, count):
     """The first `count` lanes to memory, nothing beyond them."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         pointer, mask = at(builder, args[0], V), _mask(builder, args[2])
         kind = ir.FunctionType(ir.VoidType(), [V, pointer.type, I32, mask.type])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v16f32.p0")
@@ -208,13 +208,13 @@ def store_part(typing, address, v, count):  # type: ignore[no-untyped-def]
 
 
 @inner
-def load(address, count):  # type: ignore[no-untyped-def]
+def load(address, count):
     """min(16, count) floats; the other lanes are 0."""
     return load_whole(address) if count >= 16 else load_part(address, count)
 
 
 @inner
-def store(address, v, count):  # type: ignore[no-untyped-def]
+def store(address, v, count):
     """The first min(16, count) lanes."""
     if count >= 16:
         store_whole(address, v)
@@ -256,10 +256,10 @@ def emit_exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 @intrinsic
-def vexp(typing, v):  # type: ignore[no-untyped-def]
+def vexp(typing, v):
     """e^v within 2 units in the last place; 0 and infinity beyond float32."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return emit_exp(builder, args[0])
 
     return f32x16(f32x16), codegen
@@ -280,20 +280,20 @@ def emit_tanh(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 @intrinsic
-def vtanh(typing, v):  # type: ignore[no-untyped-def]
+def vtanh(typing, v):
     """tanh within 4 units in the last place."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return emit_tanh(builder, args[0])
 
     return f32x16(f32x16), codegen
 
 
 @intrinsic
-def verf(typing, v):  # type: ignore[no-untyped-def]
+def verf(typing, v):
     """The C library's erf, lane by lane."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         out = ir.Constant(V, ir.Undefined)
         for lane in range(LANES):
             one = call(builder, "erff", F32, builder.extract_element(args[0], I32(lane)))
@@ -304,7 +304,7 @@ def verf(typing, v):  # type: ignore[no-untyped-def]
 
 
 @inner
-def vsigmoid(v):  # type: ignore[no-untyped-def]
+def vsigmoid(v):
     """1 / (1 + e^-v)"""
     one = spread(types.float32(1))
     return one / (one + vexp(spread(types.float32(0)) - v))

@@ -15,12 +15,12 @@ from typing import Any
 from numba import types
 
 from flashrt.backends.cpu.intrinsics import (
-    inner,
     atomic_add,
     call_kernel,
     clock_ns,
     futex_wait,
     futex_wake,
+    inner,
     load_acquire,
     load_i64,
     pause,
@@ -55,7 +55,7 @@ ABORTED, BROKEN = 1, 2
 
 
 @inner
-def rest(turns):  # type: ignore[no-untyped-def]
+def rest(turns):
     """One turn of a wait: the longer it lasts, the more it leaves to others."""
     if turns < SPINS:
         pause()
@@ -66,7 +66,7 @@ def rest(turns):  # type: ignore[no-untyped-def]
 
 
 @inner
-def wait_for(address, value, code, control):  # type: ignore[no-untyped-def]
+def wait_for(address, value, code, control):
     """Waits until the word is at least `value`; False when the run is aborted."""
     turns = 0
     while load_acquire(address) < value:
@@ -78,7 +78,7 @@ def wait_for(address, value, code, control):  # type: ignore[no-untyped-def]
 
 
 @inner
-def barrier(nth, count, code, control):  # type: ignore[no-untyped-def]
+def barrier(nth, count, code, control):
     """Waits for the whole team, for the count-th time in this run; False when it is aborted."""
     if atomic_add(control + ARRIVED, 1) + 1 == count * nth:
         store_release(control + RELEASED, count)
@@ -87,7 +87,7 @@ def barrier(nth, count, code, control):  # type: ignore[no-untyped-def]
 
 
 @inner
-def wait_ticks(row, epoch, code, control):  # type: ignore[no-untyped-def]
+def wait_ticks(row, epoch, code, control):
     """All waits of a row."""
     at, end = load_i64(row + 8 * H.waits), load_i64(row + 8 * H.waits_end)
     for i in range(at, end):
@@ -98,14 +98,14 @@ def wait_ticks(row, epoch, code, control):  # type: ignore[no-untyped-def]
 
 
 @inner
-def signal_ticks(row, epoch, code):  # type: ignore[no-untyped-def]
+def signal_ticks(row, epoch, code):
     """All signals of a row."""
     for i in range(load_i64(row + 8 * H.signals), load_i64(row + 8 * H.signals_end)):
         store_release(load_i64(load_i64(code + 8 * C.signals) + 8 * i), epoch)
 
 
 @inner
-def run_row(tid, nth, i, row, epoch, code, control):  # type: ignore[no-untyped-def]
+def run_row(tid, nth, i, row, epoch, code, control):
     """Waits and computes; 0, or why not."""
     stamps = load_i64(code + 8 * C.stamps) + 24 * i
     if tid == 0:
@@ -121,16 +121,16 @@ def run_row(tid, nth, i, row, epoch, code, control):  # type: ignore[no-untyped-
 
 
 @inner
-def end_row(i, row, epoch, code):  # type: ignore[no-untyped-def]
+def end_row(i, row, epoch, code):
     """Thread 0, when everyone is through: the last stamp, then the signals."""
     store_i64(load_i64(code + 8 * C.stamps) + 24 * i + 16, clock_ns())
     signal_ticks(row, epoch, code)
 
 
 @inner
-def walk(tid, nth, code, epoch, control):  # type: ignore[no-untyped-def]
+def walk(tid, nth, code, epoch, control):
     """All rows, for one thread; 0, or why it stopped early."""
-    rows, count = load_i64(code + 8 * C.rows), load_i64(code + 8 * C.count)
+    rows, count = load_i64(code + 8 * C.rows), load_i64(code + 8 * C.row_count)
     barriers, after_solo = 0, False
     for i in range(count):
         row = rows + 8 * ROW * i
@@ -159,7 +159,7 @@ def walk(tid, nth, code, epoch, control):  # type: ignore[no-untyped-def]
 
 
 @inner
-def walk_or_fault(tid, nth, code, epoch, control):  # type: ignore[no-untyped-def]
+def walk_or_fault(tid, nth, code, epoch, control):
     """`walk`; a failure is said to the others."""
     status = walk(tid, nth, code, epoch, control)
     if status != 0:
@@ -169,7 +169,7 @@ def walk_or_fault(tid, nth, code, epoch, control):  # type: ignore[no-untyped-de
 def team_run() -> Any:
     """Thread 0's part of one run: (nth, control, code, epoch) → 0, ABORTED or BROKEN."""
 
-    def kernel(nth, control, code, epoch):  # type: ignore[no-untyped-def]
+    def kernel(nth, control, code, epoch):
         store_i64(control + CODE, code)
         store_i64(control + EPOCH, epoch)
         for word in (ARRIVED, RELEASED, FAULT, DONE):
@@ -189,7 +189,7 @@ def team_run() -> Any:
 
 
 @inner
-def idle(control, seen):  # type: ignore[no-untyped-def]
+def idle(control, seen):
     """Waits for GO to move on from `seen`: spins, yields, then sleeps until woken."""
     start, turns = clock_ns(), 0
     while load_acquire(control + GO) == seen:
@@ -208,7 +208,7 @@ def idle(control, seen):  # type: ignore[no-untyped-def]
 def team_help() -> Any:
     """A helper's whole life: (tid, nth, control); returns when QUIT is set."""
 
-    def kernel(tid, nth, control):  # type: ignore[no-untyped-def]
+    def kernel(tid, nth, control):
         seen = types.int64(0)
         while True:
             idle(control, seen)
@@ -224,7 +224,7 @@ def team_help() -> Any:
 def team_quit() -> Any:
     """Sends the helpers home: (nth, control)."""
 
-    def kernel(nth, control):  # type: ignore[no-untyped-def]
+    def kernel(nth, control):
         store_release(control + QUIT, 1)
         atomic_add(control + GO, 1)
         futex_wake(control + GO, nth)

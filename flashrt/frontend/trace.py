@@ -276,15 +276,16 @@ def _from_zero(dim: Value, rank: int) -> Value:
 
 
 def _functional(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program without operations that write into their inputs; UnsupportedModel when it changes its state."""
-    schemas = [(n, getattr(n.target, "_schema", None)) for n in program.graph.nodes if n.op == "call_function"]
-    if any(schema is not None and schema.is_mutable and _name(n) not in _SAME for n, schema in schemas):
+    """The program without writes into its values. Raises UnsupportedModel when it changes its state."""
+    calls = [n for n in program.graph.nodes if hasattr(n.target, "_schema")]
+    if any(n.target._schema.is_mutable and _name(n) not in _SAME for n in calls):
         program = program.run_decompositions({})
     signature = program.graph_signature
     changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
     if changed:
         raise UnsupportedModel(
-            f"the program changes {', '.join(changed[:3])} when it runs", hint="export the module in eval mode"
+            f"the program changes {', '.join(changed[:3])} when it runs",
+            hint="export the module in eval mode",
         )
     return program
 

@@ -353,7 +353,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Memory that outlives a step, such as `kv.3`: f32[P,page,2,heads,dim] with P pages."""
+    """Memory that outlives a step, such as `kv.3`: f32[P,2,heads,page,dim] with P pages (keys, then values)."""
 
     name: str
     type: TensorType

@@ -70,17 +70,18 @@ def run(
     values: Values,
     blocks: Mapping[str, U8] | None = None,
     state: F32 | None = None,
-    one_by_one: bool = False,
+    *,
+    alone: bool = False,
     **env: int,
 ) -> HandMemory:
-    """Runs all of a stream for one step, as one region or instruction by instruction.
+    """Runs all of a stream for one step, as one region or (`alone`) instruction by instruction.
 
     state: contents of state `kv`.
     """
     memory = prepared(device, text, values, blocks or {}, env)
     if state is not None:
         kv_view(memory)[: state.size] = state.reshape(-1)
-    parts = regions(compute(memory.stream)) if one_by_one else [compute(memory.stream)]
+    parts = regions(compute(memory.stream)) if alone else [compute(memory.stream)]
     for part in parts:
         device.run(device.load(part, memory), 1)
     return memory
@@ -111,11 +112,11 @@ def guard_intact(memory: HandMemory) -> bool:
 def agree(text: str, values: Values, out: int, blocks: Mapping[str, U8] | None = None, *,
           tolerance: float = 2e-6, state: F32 | None = None, **env: int) -> F32:  # fmt: skip
     """Slot `out` on one thread: close to the reference, and the same bits on 2 and 3 threads."""
-    want = run(reference(), text, values, blocks, state, **env).read(out)
+    want = run(reference(), text, values, blocks, state, alone=False, **env).read(out)
     results = []
     for threads in (1, 2, 3):
         device = cpu(threads)
-        memory = run(device, text, values, blocks, state, **env)
+        memory = run(device, text, values, blocks, state, alone=False, **env)
         device.close()
         assert guard_intact(memory)
         results.append(memory.read(out).copy())

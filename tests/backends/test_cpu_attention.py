@@ -20,6 +20,7 @@ def r(*shape: int) -> F32:
 def attention_text(heads: int, kv_heads: int, d: int, dv: int, attrs: str, sinks: bool = False) -> str:
     dim = max(d, dv)
     every = f"heads={heads},kv_heads={kv_heads},head_dim={d},value_dim={dv},scale=0.2{attrs}"
+    given = "%0,%3,%4,%5,@sinks" if sinks else "%0,%3,%4,%5"
     return f"""weight sinks f32[{heads}] sources=[s] layout=f32
 state kv f32[P,2,{kv_heads},16,{dim}]
 slot %0 cpu:0 f32[T,{heads * d}]
@@ -31,7 +32,7 @@ slot %5 cpu:0 i32[2,4]
 slot %6 cpu:0 f32[T,{heads * dv}]
 block sinks cpu:0 lo=0 hi={heads} bytes=0
 dispatch {AT} kernel=kv_write args=[%1,%2,%3,%4,%5] attrs={{{every}}} writes=[kv] numerics="acc=f32"
-dispatch {AT} kernel=attention args=[%0,%3,%4,%5{",@sinks" if sinks else ""}] dst=%6 attrs={{{every}}} reads=[kv]
+dispatch {AT} kernel=attention args=[{given}] dst=%6 attrs={{{every}}} reads=[kv]
 """
 
 

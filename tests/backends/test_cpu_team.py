@@ -65,7 +65,7 @@ def x(t: int) -> F32:
 @pytest.mark.parametrize("t", [1, 16])
 def test_a_region_gives_the_bits_of_its_rows_one_by_one(t: int) -> None:
     values = {0: x(t)}
-    want = run(cpu(), LAYER, values, BLOCKS, one_by_one=True, T=t).read(5).copy()
+    want = run(cpu(), LAYER, values, BLOCKS, alone=True, T=t).read(5).copy()
     exact = run(reference(), LAYER, values, BLOCKS, T=t).read(5)
     assert np.abs(want - exact).max() < 2e-6 * np.abs(exact).max()
     for threads in (1, 2, 3):

@@ -32,7 +32,7 @@ def read_weight(imported: Imported, source: str) -> torch.Tensor:
 
 
 def run(imported: Imported, inputs: Mapping[str, torch.Tensor]) -> Values:
-    """Every value of the graph, by name. The step is one sequence from its first token; nothing is sampled."""
+    """Every value of the graph, by name. The step is one sequence from its start; nothing is sampled."""
     graph = imported.graph
     env: dict[str, int] = {}
     for declared in graph.inputs:

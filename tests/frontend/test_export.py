@@ -150,5 +150,5 @@ def test_a_module_that_changes_its_buffers(tmp_path: Path) -> None:
     with torch.no_grad():
         program = torch.export.export(module, (torch.randn(3, 4),))
     torch.export.save(program, tmp_path / "train.pt2")
-    with pytest.raises(UnsupportedModel, match="changes .*when it runs"):
+    with pytest.raises(UnsupportedModel, match=r"changes .*when it runs"):
         load_export(tmp_path / "train.pt2")

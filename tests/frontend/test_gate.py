@@ -81,7 +81,9 @@ def _reason(leak: nn.Module) -> str:
     model = Model(leak).eval()
     hooks.use(model)
     program = lm.export(model, "cpu")
-    return gate._sites(program, 1) or gate._rows(program, VOCAB, CONTEXT) or gate._logits(program, model, VOCAB)
+    return (
+        gate._sites(program, 1) or gate._rows(program, VOCAB, CONTEXT) or gate._logits(program, model, VOCAB)
+    )
 
 
 def test_safe_module_passes() -> None:
@@ -117,7 +119,9 @@ def test_layers_without_attention_are_refused() -> None:
 def test_attention_that_is_not_conveyed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = gate._attend
 
-    def without_window(q: Any, k: Any, v: Any, layer: int, scale: float, window: int, *rest: Any) -> torch.Tensor:
+    def without_window(
+        q: Any, k: Any, v: Any, layer: int, scale: float, window: int, *rest: Any
+    ) -> torch.Tensor:
         return attend(q, k, v, layer, scale, 0, *rest)
 
     config = shrink(AutoConfig.for_model("mistral"))
@@ -129,7 +133,12 @@ def test_attention_that_is_not_conveyed_is_refused(monkeypatch: pytest.MonkeyPat
 def test_verdict_is_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHRT_CACHE", str(tmp_path))
     asked = []
-    monkeypatch.setattr(gate, "judge", lambda small, context: asked.append(small.vocab_size) or "it leaks")
+
+    def judge(small: Any, context: int) -> str:
+        asked.append(small.vocab_size)
+        return "it leaks"
+
+    monkeypatch.setattr(gate, "judge", judge)
     small = AutoConfig.for_model("llama", hidden_size=4096, num_hidden_layers=32)
     large = AutoConfig.for_model("llama", hidden_size=8192, num_attention_heads=64, num_hidden_layers=80)
     for config in (small, small, large):

@@ -22,11 +22,13 @@ from flashrt.ir.text import read_logical, to_text
 from tests.frontend import aten
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 GPT2: dict[str, Any] = {
-    "vocab_size": 99, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 99, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64,
+    "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
 
@@ -42,7 +44,9 @@ def _save(folder: Path, kind: str, **facts: Any) -> torch.nn.Module:
     """A folder with a random model and a word tokenizer that puts <s> first."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **facts)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model: Any = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.dim() > 1 else 0.1))
@@ -92,11 +96,23 @@ def test_llama_computes_the_same(llama: tuple[Path, torch.nn.Module, Imported]) 
 def test_llama_graph(llama: tuple[Path, torch.nn.Module, Imported]) -> None:
     graph = llama[2].graph
     counts = Counter(n.op for n in graph.nodes)
-    assert (counts["aten.linear"], counts["flashrt.attention"], counts["aten.rsqrt"], counts["sample"]) == (15, 2, 5, 1)
+    assert (counts["aten.linear"], counts["flashrt.attention"], counts["aten.rsqrt"], counts["sample"]) == (
+        15,
+        2,
+        5,
+        1,
+    )
     assert counts["aten.to"] == 1  # positions; nothing else is cast
     names = {n.name for n in graph.nodes}
     assert len(names) == len(graph.nodes)
-    assert {"embed_tokens", "layers.1.self_attn.q_proj", "layers.1.mlp.down_proj", "layers.0", "norm", "lm_head"} <= names
+    assert {
+        "embed_tokens",
+        "layers.1.self_attn.q_proj",
+        "layers.1.mlp.down_proj",
+        "layers.0",
+        "norm",
+        "lm_head",
+    } <= names
     assert [str(s.type) for s in graph.states] == ["f32[P,2,2,16,8]"] * 2
     assert [s.name for s in graph.symbols] == ["T", "N", "S", "M", "C", "P", "H"]
     assert [(o.name, o.value) for o in graph.outputs] == [("logits", "select"), ("tokens", "sample")]
@@ -122,7 +138,9 @@ def test_weights_are_found_by_name(llama: tuple[Path, torch.nn.Module, Imported]
     for weight in imported.graph.weights:
         (source,) = weight.sources
         if source in held:
-            torch.testing.assert_close(aten.read_weight(imported, source), held[source].detach(), rtol=0, atol=0)
+            torch.testing.assert_close(
+                aten.read_weight(imported, source), held[source].detach(), rtol=0, atol=0
+            )
 
 
 @pytest.mark.parametrize(
@@ -190,7 +208,9 @@ def test_names_without_the_model_prefix(copy: Path) -> None:
 
 
 def test_trace_config_needs_no_folder() -> None:
-    graph, constants, names = trace_config(AutoConfig.for_model("qwen3", **SIZES, head_dim=8), name="q", context=64)
+    graph, constants, names = trace_config(
+        AutoConfig.for_model("qwen3", **SIZES, head_dim=8), name="q", context=64
+    )
     assert graph.name == "q"
     assert names["layers.0.self_attn.q_norm.weight"] == "model.layers.0.self_attn.q_norm.weight"
     assert constants["model.rotary_emb.inv_freq"].shape == (4,)
@@ -208,7 +228,9 @@ def test_rope_that_depends_on_length_is_frozen() -> None:
 # ---- chat facts ----------------------------------------------------------------
 def test_every_end_token_counts(copy: Path) -> None:
     _change(copy / "generation_config.json", eos_token_id=[5, 2])
-    _change(copy / "tokenizer_config.json", eos_token={"content": "<unk>"}, bos_token="<s>", chat_template="{{x}}")
+    _change(
+        copy / "tokenizer_config.json", eos_token={"content": "<unk>"}, bos_token="<s>", chat_template="{{x}}"
+    )
     chat = load_hf(str(copy)).chat
     assert chat is not None
     assert chat.eos == (5, 2, 3)
@@ -239,26 +261,30 @@ def _truncate(path: Path, count: int) -> None:
 
 DAMAGE: dict[str, tuple[Any, type[FlashrtError], str]] = {
     "missing tensor": (
-        lambda d: _damage_tensor(d, "model.norm.weight", None), ModelError, r"lacks 1 of .*\n +model\.norm\.weight"),
+        lambda d: _damage_tensor(d, "model.norm.weight", None),
+        ModelError, r"lacks 1 of .*\n +model\.norm\.weight"),
     "missing head": (lambda d: _damage_tensor(d, "lm_head.weight", None), ModelError, r"lm_head\.weight"),
     "wrong shape": (
         lambda d: _damage_tensor(d, "model.norm.weight", lambda t: t[:-1].clone()),
         ModelError, r"model\.norm\.weight has shape \[31\], the model wants \[32\]"),
     "truncated": (
         lambda d: _truncate(d / "model.safetensors", 100), ModelError, r"model\.safetensors is truncated"),
-    "no header": (lambda d: _truncate(d / "model.safetensors", 0), ModelError, r"model\.safetensors is truncated"),
+    "no header": (
+        lambda d: _truncate(d / "model.safetensors", 0), ModelError, r"model\.safetensors is truncated"),
     "missing shard": (
         lambda d: _change(d / "model.safetensors.index.json", weight_map={"x": "gone.safetensors"}),
         ModelError, r"gone\.safetensors is missing"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), ModelError, r"has no \*\.safetensors"),
     "pickle only": (
-        lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), UnsupportedModel, "pickle format only"),
+        lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
+        UnsupportedModel, "pickle format only"),
     "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), ModelError, r"tokenizer\.json is missing"),
     "bad tokenizer": (lambda d: (d / "tokenizer.json").write_text("{}"), ModelError, "isn't a tokenizer"),
     "bad config": (lambda d: (d / "config.json").write_text("{"), ModelError, r"config\.json can't be read"),
     "no type": (lambda d: _change(d / "config.json", model_type=None), ModelError, "has no model_type"),
     "unknown type": (
-        lambda d: _change(d / "config.json", model_type="lllama"), UnsupportedModel, "'lllama'.*\n.*close to it: llama"),
+        lambda d: _change(d / "config.json", model_type="lllama"),
+        UnsupportedModel, r"'lllama'.*\n.*close to it: llama"),
     "quantised": (
         lambda d: _change(d / "config.json", quantization_config={"quant_method": "gptq"}),
         UnsupportedModel, "quantised with gptq"),
@@ -268,7 +294,8 @@ DAMAGE: dict[str, tuple[Any, type[FlashrtError], str]] = {
     "recurrent": (
         lambda d: _change(d / "config.json", model_type="lfm2", layer_types=["conv", "full_attention"]),
         UnsupportedModel, "layers of kind conv"),
-    "encoder": (lambda d: _change(d / "config.json", model_type="bart"), UnsupportedModel, "encoder and decoder"),
+    "encoder": (
+        lambda d: _change(d / "config.json", model_type="bart"), UnsupportedModel, "encoder and decoder"),
 }  # fmt: skip
 
 

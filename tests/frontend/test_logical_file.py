@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,10 @@ output output fc
 """
 
 
+def _save_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    np.savez(path.with_suffix(".npz"), **arrays)
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     (tmp_path / "tiny.logical").write_text(TEXT)
@@ -30,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 def test_weights_from_both_files(path: Path) -> None:
     weight, bias = np.ones((3, 4), np.float16), np.arange(3, dtype=np.float32)
     save_file({"fc.weight": weight}, path.with_suffix(".safetensors"))
-    np.savez(path.with_suffix(".npz"), **{"fc.bias": bias, "unused": bias})
+    _save_arrays(path, {"fc.bias": bias, "unused": bias})
     imported = load_logical(path)
     assert [w.layout for w in imported.graph.weights] == ["f16", "f32"]
     assert list(imported.weights.tensors) == ["fc.weight"]
@@ -45,7 +50,7 @@ def test_missing_weights_are_named(path: Path) -> None:
 
 
 def test_wrong_shape(path: Path) -> None:
-    np.savez(path.with_suffix(".npz"), **{"fc.bias": np.zeros(3), "fc.weight": np.zeros((4, 3))})
+    _save_arrays(path, {"fc.bias": np.zeros(3), "fc.weight": np.zeros((4, 3))})
     with pytest.raises(ModelError, match=r"fc\.weight has shape \[4, 3\], the model wants \[3, 4\]"):
         load_logical(path)
 

@@ -121,14 +121,14 @@ def test_raw_models(name: str) -> None:
     # with as few pages as the step needs: the simulation sizes the cache for the largest pool
     graph = replace(graph, symbols=tuple(replace(s, hi=16) if s.name == "P" else s for s in graph.symbols))
     values, inputs = values_of(graph), step_inputs(graph)
-    want = outputs(graph, values, inputs)
+    want: dict[str, Array] = outputs(graph, values, inputs)  # type: ignore[assignment]
     env = {s.name: s.hint for s in graph.symbols} | symbols_of_step(graph, inputs)
     plain = replace(graph, weights=tuple(replace(w, layout="f32") for w in graph.weights))
     for disabled in (frozenset(PERFORMANCE), frozenset[str]()):
         stream = compile_graph(plain, machine(), Options(disabled=disabled)).stream
         assert violations(stream) == []
         weights = {
-            w.name: pack_plain(LAYOUTS["f32"], np.concatenate([values[s] for s in w.sources]))
+            w.name: pack_plain(LAYOUTS["f32"], np.concatenate([np.atleast_1d(values[s]) for s in w.sources]))
             for w in stream.weights
         }
         (got,) = run(stream, weights, [Step(env, inputs)], random.Random(1))

@@ -19,8 +19,9 @@ LANGUAGE_MODELS = [
 ]  # fmt: skip
 CLEAN = set(LANGUAGE_MODELS) - {"helium"}  # helium rotates pairs, which no named operation does
 LAYER = [
-    "input_layernorm rms_norm", "self_attn.q_proj linear", "self_attn.k_proj linear", "self_attn.v_proj linear",
-    "self_attn.rope_q rope", "self_attn.rope_k rope", "self_attn.attention attention", "self_attn.o_proj linear",
+    "input_layernorm rms_norm", "self_attn.q_proj linear", "self_attn.k_proj linear",
+    "self_attn.v_proj linear", "self_attn.rope_q rope", "self_attn.rope_k rope",
+    "self_attn.attention attention", "self_attn.o_proj linear",
     "attn_residual add", "post_attention_layernorm rms_norm", "mlp.gate_proj linear", "mlp.up_proj linear",
     "mlp.gated gated", "mlp.down_proj linear", "mlp_residual add",
 ]  # fmt: skip
@@ -67,7 +68,9 @@ def test_a_recognised_model_computes_what_the_raw_one_does(model: str) -> None:
 def test_types_follow_the_rules_and_the_text_reads_back(model: str) -> None:
     got = recognise(raw(model))
     laws.check(got)
-    types = {f"%{v.name}": v.type for v in (*got.inputs, *got.nodes)} | {f"@{w.name}": w.type for w in got.weights}
+    types = {f"%{v.name}": v.type for v in (*got.inputs, *got.nodes)} | {
+        f"@{w.name}": w.type for w in got.weights
+    }
     for node in got.nodes:
         inferred = ops.infer(node.op, [types[a] for a in node.inputs], node.attrs)
         assert inferred in (None, node.type), show_node(node)
@@ -82,12 +85,14 @@ def test_nothing_raw_and_no_view_is_left(model: str) -> None:
 @pytest.mark.parametrize("model", ["llama", "qwen2", "mistral"])
 def test_a_layer_is_exactly_its_fifteen_operations(model: str) -> None:
     got = recognise(raw(model))
-    layer = [f"{n.name.removeprefix('layers.0.')} {n.op}" for n in got.nodes if n.name.startswith("layers.0.")]
+    layer = [
+        f"{n.name.removeprefix('layers.0.')} {n.op}" for n in got.nodes if n.name.startswith("layers.0.")
+    ]
     assert layer == LAYER
     around = [f"{n.name} {n.op}" for n in got.nodes if not n.name.startswith("layers.0.")]
     assert around == [
-        "embed_tokens embedding", "rotary_emb rope_table", "logit_rows rows", "norm rms_norm", "lm_head linear",
-        "sample sample",
+        "embed_tokens embedding", "rotary_emb rope_table",
+        "logit_rows rows", "norm rms_norm", "lm_head linear", "sample sample",
     ]  # fmt: skip
 
 
@@ -153,7 +158,9 @@ def test_time_grows_with_the_nodes() -> None:
     for i in range(24):
         for node in layer:
             inputs = tuple(a.replace("layers.0", f"layers.{i}") for a in node.inputs)
-            inputs = tuple(f"%{last}" if a == "%embed_tokens" else a.replace(f"@layers.{i}", "@layers.0") for a in inputs)
+            inputs = tuple(
+                f"%{last}" if a == "%embed_tokens" else a.replace(f"@layers.{i}", "@layers.0") for a in inputs
+            )
             name, origin = (s.replace("layers.0", f"layers.{i}") for s in (node.name, node.origin))
             nodes.append(replace(node, name=name, origin=origin, inputs=inputs))
         last = f"layers.{i}"
@@ -199,9 +206,15 @@ def test_rms_norm_in_all_its_spellings(square: str, root: str, by: str, weight: 
 
 
 def test_a_norm_over_another_axis_is_none() -> None:
-    lines = [line.replace("dim=[1]", "dim=[0]") for line in norm("aten.pow(%x)", "aten.rsqrt(%eps) f32[T,1]", "aten.mul")]
+    lines = [
+        line.replace("dim=[1]", "dim=[0]")
+        for line in norm("aten.pow(%x)", "aten.rsqrt(%eps) f32[T,1]", "aten.mul")
+    ]
     lines[1] = "%mean = aten.mean(%square) f32[1,8] attrs={dim=[0],keepdim=true}"
-    lines[2:4] = ["%eps = aten.add(%mean) f32[1,8] attrs={alpha=1,other=0.01}", "%root = aten.rsqrt(%eps) f32[1,8]"]
+    lines[2:4] = [
+        "%eps = aten.add(%mean) f32[1,8] attrs={alpha=1,other=0.01}",
+        "%root = aten.rsqrt(%eps) f32[1,8]",
+    ]
     assert "rms_norm" not in operations(same(small(*lines, output="n")))
 
 
@@ -267,7 +280,9 @@ def test_the_gate_may_stand_on_either_side() -> None:
         assert [n.attr("lo") for n in got.nodes[:2]] == [0, 4]
 
 
-@pytest.mark.parametrize("inner", ["aten.div(%x) f32[T,8] attrs={other=4.0}", "aten.mul(%x) f32[T,8] attrs={other=0.25}"])
+@pytest.mark.parametrize(
+    "inner", ["aten.div(%x) f32[T,8] attrs={other=4.0}", "aten.mul(%x) f32[T,8] attrs={other=0.25}"]
+)
 def test_softcap(inner: str) -> None:
     lines = [f"%i = {inner}", "%t = aten.tanh(%i) f32[T,8]", "%out = aten.mul(%t) f32[T,8] attrs={other=4.0}"]
     (node,) = same(small(*lines)).nodes
@@ -281,13 +296,18 @@ def test_an_uneven_cap_is_three_operations() -> None:
 
 
 def test_times_one_and_plus_nothing_vanish() -> None:
-    lines = ["%a = aten.mul(%x) f32[T,8] attrs={other=1.0}", "%b = aten.add(%a) f32[T,8] attrs={alpha=1,other=0}"]
+    lines = [
+        "%a = aten.mul(%x) f32[T,8] attrs={other=1.0}",
+        "%b = aten.add(%a) f32[T,8] attrs={alpha=1,other=0}",
+    ]
     got = same(small(*lines, "%out = aten.relu(%b) f32[T,8]"))
     assert operations(got) == ["activation"]
 
 
 def test_a_vector_is_added_to_rows_and_a_column_stays_raw() -> None:
-    assert operations(same(small("%out = aten.add(%x,@w) f32[T,8] attrs={alpha=1}", weights="w f32[8]"))) == ["add"]
+    assert operations(same(small("%out = aten.add(%x,@w) f32[T,8] attrs={alpha=1}", weights="w f32[8]"))) == [
+        "add"
+    ]
     column = "%c = aten.mean(%x) f32[T,1] attrs={dim=[1],keepdim=true}"
     got = same(small(column, "%out = aten.add(%x,%c) f32[T,8] attrs={alpha=1}"))
     assert operations(got) == ["aten.mean", "aten.add"]
@@ -296,9 +316,11 @@ def test_a_vector_is_added_to_rows_and_a_column_stays_raw() -> None:
 def test_a_weight_of_each_head_is_no_vector_of_the_row() -> None:
     got = same(
         small(
-            "%h = aten.view(%x) f32[T,2,4]", "%m = aten.mul(%h,@w) f32[T,2,4]", "%out = aten.view(%m) f32[T,8]",
+            "%h = aten.view(%x) f32[T,2,4]",
+            "%m = aten.mul(%h,@w) f32[T,2,4]",
+            "%out = aten.view(%m) f32[T,8]",
             weights="w f32[4]",
-        )  # fmt: skip
+        )
     )
     assert operations(got) == ["view", "aten.mul", "view"]
 
@@ -316,25 +338,36 @@ def test_operands_in_another_order_are_put_in_order() -> None:
 
 
 def test_integers_keep_their_operators() -> None:
-    lines = ["%d = aten.mul(%i) i32[T] attrs={other=2}", "%out = aten.to(%d) f32[T] attrs={dtype=\"f32\"}"]
+    lines = ["%d = aten.mul(%i) i32[T] attrs={other=2}", '%out = aten.to(%d) f32[T] attrs={dtype="f32"}']
     got = same(small(*lines, inputs="x f32[T,8]; i i32[T]"), i=np.arange(5, dtype=np.int32))
     assert operations(got) == ["aten.mul", "aten.to"]
 
 
 def test_views_that_copy_stay() -> None:
-    got = same(small("%t = aten.transpose(%x) f32[8,T] attrs={dim0=0,dim1=1}", "%out = aten.view(%t) f32[8*T]"))
+    got = same(
+        small("%t = aten.transpose(%x) f32[8,T] attrs={dim0=0,dim1=1}", "%out = aten.view(%t) f32[8*T]")
+    )
     assert operations(got) == ["aten.permute", "aten.view"]
 
 
 def test_steps_and_expansions_stay_raw() -> None:
-    lines = ["%s = aten.slice(%x) f32[T,4] attrs={dim=1,end=8,start=0,step=2}", "%out = aten.relu(%s) f32[T,4]"]
+    lines = [
+        "%s = aten.slice(%x) f32[T,4] attrs={dim=1,end=8,start=0,step=2}",
+        "%out = aten.relu(%s) f32[T,4]",
+    ]
     assert operations(same(small(*lines))) == ["aten.slice", "aten.relu"]
-    lines = ["%e = aten.unsqueeze(%x) f32[T,1,8] attrs={dim=1}", "%out = aten.expand(%e) f32[T,3,8] attrs={size=[(T),3,8]}"]
+    lines = [
+        "%e = aten.unsqueeze(%x) f32[T,1,8] attrs={dim=1}",
+        "%out = aten.expand(%e) f32[T,3,8] attrs={size=[(T),3,8]}",
+    ]
     assert operations(same(small(*lines))) == ["view", "aten.expand"]
 
 
 def test_rows_go_above_a_norm_that_nothing_else_reads() -> None:
-    lines = [*norm("aten.pow(%x)", "aten.rsqrt(%eps) f32[T,1]", "aten.mul"), "%out = aten.index(%n,%i) f32[N,8] attrs={indices=[1]}"]
+    lines = [
+        *norm("aten.pow(%x)", "aten.rsqrt(%eps) f32[T,1]", "aten.mul"),
+        "%out = aten.index(%n,%i) f32[N,8] attrs={indices=[1]}",
+    ]
     graph = small(*lines, inputs="x f32[T,8]; i i32[N]")
     index = np.array([3, 0], np.int32)
     assert operations(same(graph, i=index)) == ["rows", "rms_norm"]

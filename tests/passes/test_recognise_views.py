@@ -33,7 +33,9 @@ def elements(view: View, count: int) -> np.ndarray:
 
 
 @given(st.permutations(range(4)), st.integers(0, 3), st.data())
-def test_transposes_slices_and_reshapes_show_what_numpy_shows(order: list[int], axis: int, data: st.DataObject) -> None:
+def test_transposes_slices_and_reshapes_show_what_numpy_shows(
+    order: list[int], axis: int, data: st.DataObject
+) -> None:
     shape = (2, 3, 1, 4)
     view, want = dense("%x", shape), np.arange(24).reshape(shape)
     view, want = permute(view, order), want.transpose(order)
@@ -42,7 +44,9 @@ def test_transposes_slices_and_reshapes_show_what_numpy_shows(order: list[int], 
     view = narrow(view, axis, start, size - start)
     want = want.take(range(start, size), axis)
     np.testing.assert_array_equal(elements(view, 24), want)
-    target = data.draw(st.sampled_from([(want.size,), (1, want.size), want.shape[::-1], (want.shape[0], -1), want.shape]))
+    target = data.draw(
+        st.sampled_from([(want.size,), (1, want.size), want.shape[::-1], (want.shape[0], -1), want.shape])
+    )
     to = want.reshape(target)
     if (got := reshape(view, to.shape)) is not None:
         np.testing.assert_array_equal(elements(got, 24), to)
