@@ -103,11 +103,11 @@ def pack_quants(
     else:
         pairs = q.astype(np.uint8).reshape(g, r, nblk, 4, 2, 4)
         quants = (pairs[..., 0, :] | (pairs[..., 1, :] << np.uint8(4))).transpose(0, 2, 3, 1, 4)
-    parts: list[U8] = [quants.reshape(g, -1)]
+    parts: list[U8] = [quants.reshape(g, nblk * r * BLOCK * layout.bits // 8)]
     for per_block in (scale, minimum) if layout.minimum else (scale,):
         assert per_block is not None
         by_group = per_block.astype(np.float16).reshape(g, r, nblk).transpose(0, 2, 1)
-        parts.append(np.ascontiguousarray(by_group).reshape(g, -1).view(np.uint8))
+        parts.append(np.ascontiguousarray(by_group).reshape(g, nblk * r).view(np.uint8))
     return np.concatenate(parts, axis=1).reshape(-1)
 
 
@@ -119,14 +119,14 @@ def unpack(layout: Layout, data: U8, n: int, k: int) -> F32:
     g = -(-n // r)
     per_group = data.reshape(g, layout.group_bytes(k))
     nq = nblk * r * BLOCK * layout.bits // 8
-    quants = per_group[:, :nq].reshape(g, nblk, -1, r, 4)
+    quants = per_group[:, :nq].reshape(g, nblk, BLOCK * layout.bits // 32, r, 4)
     if layout.bits == 8:
         q: F32 = quants.view(np.int8).transpose(0, 3, 1, 2, 4).astype(np.float32)
     else:
         both = np.stack([quants & 15, quants >> 4], axis=4)  # g, nblk, j, row, half, 4
         q = both.transpose(0, 3, 1, 2, 4, 5).astype(np.float32)
     q = q.reshape(g, r, nblk, BLOCK)
-    halves = np.ascontiguousarray(per_group[:, nq:]).view(np.float16).reshape(g, -1, nblk, r)
+    halves = np.ascontiguousarray(per_group[:, nq:]).view(np.float16).reshape(g, 1 + layout.minimum, nblk, r)
     per_block = halves.transpose(0, 1, 3, 2).astype(np.float32)[..., None]  # g, which, row, nblk, 1
     if layout.minimum:
         w = per_block[:, 0] * q + per_block[:, 1]

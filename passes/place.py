@@ -226,7 +226,7 @@ def _physical(plan: _Plan, others: Sequence[_Plan], task: _Task, cuts: Mapping[s
     nodes = []
     for node, seat in zip(graph.nodes, plan.seats, strict=True):
         own = task.costs.of(node.name, seat.device.id)
-        reasons = [seat.obstacle or f"{task.est(node, seat.device):.4g} us of {verdict}"]
+        reasons = [seat.obstacle or verdict]
         if node.name in cuts:
             reasons.append(cuts[node.name].because)
         nodes.append(

@@ -165,7 +165,8 @@ class _Writer:
         if kind == self.types[value]:
             return value
         if (value, shape) not in self.done:
-            self.done[value, shape] = self.add(near, "view", (value,), kind)
+            op = "aten.view" if value[0] == "@" else "view"  # a weight may be packed
+            self.done[value, shape] = self.add(near, op, (value,), kind)
         return self.done[value, shape]
 
     def raw(self, value: str) -> str:

@@ -43,8 +43,9 @@ class Reading:
         return node if (own.axes, own.offset) == (view.axes, view.offset) else None
 
     def flat(self, view: View) -> Flat | None:
-        """The view as rows and channels of its base, None where it isn't that."""
-        return flat(view, self.views[view.base].shape)
+        """The view as rows and channels of its base, None where it isn't that. A weight only as a whole."""
+        found = flat(view, self.views[view.base].shape)
+        return None if found is not None and view.base[0] == "@" and not found.whole else found
 
 
 def number(value: Value) -> float | None:

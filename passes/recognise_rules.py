@@ -168,12 +168,9 @@ def rows(r: Reading, node: logical.Node) -> Recipe | None:
     flat, numbers = r.flat(view), r.flat(index)
     if flat is None or numbers is None or r.types[node.inputs[1]].dtype not in INTEGERS:
         return None
-    if (
-        len(flat.shape) != 2
-        or len(numbers.shape) != 1
-        or len(index.shape) != 1
-        or view.shape[axis] != flat.shape[0]
-    ):
+    if len(flat.shape) != 2 or len(numbers.shape) != 1 or len(index.shape) != 1:
+        return None
+    if (view.shape[axis], view.strides[axis]) != flat.table:
         return None
     kind = TensorType("f32", (*numbers.shape, flat.shape[1]))
     return Recipe("rows", (flat, numbers), kind, compact_strides(view, node.type.shape))
@@ -229,6 +226,12 @@ def recipe(r: Reading, node: logical.Node) -> Recipe:
     plain = all(kind.dtype == "f32" for kind in (node.type, *(r.types[i] for i in inputs)))
     for rule in RULES if plain else ():
         found = rule(r, node)
-        if found is not None:
+        if found is not None and _reads_values(r, found):
             return found
     return elementwise(r, node) or unrecognised(r, node)
+
+
+def _reads_values(r: Reading, made: Recipe) -> bool:
+    """Whether an operation's operands are values, after the first also vectors: matrices may be packed."""
+    flats = [(i, a.base) for i, a in enumerate(made.args) if isinstance(a, Flat)]
+    return all(base[0] == "%" or (i > 0 and len(r.types[base].shape) <= 1) for i, base in flats)

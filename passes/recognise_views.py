@@ -164,7 +164,7 @@ def flat(view: View, base_shape: Shape) -> Flat | None:
     count = product(n for n, _ in rows)
     if not isinstance(pitch, int) or not _behind_each_other(rows, pitch):
         return None
-    if pitch * count != product(base_shape) or not 0 <= view.offset <= pitch - width:
+    if pitch * count != product(base_shape):  # not every row
         return None
     table: Shape = (pitch,) if not rows else (count,) if pitch == 1 else (count, pitch)
     shape = (*table[:-1], width) if pitch != 1 else table

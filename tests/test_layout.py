@@ -73,7 +73,8 @@ for found in pkgutil.walk_packages(flashrt.__path__, "flashrt.", onerror=broken)
 names = {}
 for name, module in list(sys.modules.items()):
     file = getattr(module, "__file__", None)
-    if file and os.path.realpath(file).startswith(os.getcwd() + os.sep) and name != "__main__":
+    # (torch.ops claims a relative file that isn't there)
+    if file and os.path.isfile(file) and os.path.realpath(file).startswith(os.getcwd() + os.sep) and name != "__main__":
         names.setdefault(os.path.realpath(file), []).append(name)
 print(json.dumps(names))
 """

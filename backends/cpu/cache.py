@@ -108,13 +108,15 @@ class Library:
 
         return call
 
-    def compile_all(self, names: Iterable[str], progress: Progress | None = None) -> None:
-        """Makes the functions ready; `progress(name, done, of)` after each one."""
-        wanted = [n for n in dict.fromkeys(names) if n not in self._linked]
+    def addresses(self, names: Iterable[str], progress: Progress | None = None) -> dict[str, int]:
+        """Addresses by name; `progress(name, done, of)` after each function that had to be made ready."""
+        names = list(dict.fromkeys(names))
+        wanted = [n for n in names if n not in self._linked]
         for done, name in enumerate(wanted, 1):
             self.address(name)
             if progress:
                 progress(name, done, len(wanted))
+        return {name: self.address(name) for name in names}
 
     def _object(self, name: str) -> tuple[str, bytes]:
         path = folder() / f"{name}.o"

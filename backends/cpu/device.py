@@ -24,7 +24,11 @@ ABORTED = 1  # the walk's answer when it saw the abort word
 
 
 class CpuDevice:
-    """An open CPU. `progress(function, done, of)` is called when kernels must be compiled in `load`."""
+    """An open CPU.
+
+    progress(function, done, of) is called for each function that `load` makes ready: compiled when
+    no process has done so before (about a second each), read from disk otherwise (a millisecond).
+    """
 
     def __init__(self, spec: Device, threads: int, progress: Progress | None = None) -> None:
         self.spec, self.threads, self.progress = spec, threads, progress
@@ -36,7 +40,13 @@ class CpuDevice:
 
     def load(self, instrs: Sequence[Compute], memory: Memory) -> Code:
         """Encodes the instructions; compiles kernels that no process has compiled before."""
-        return table.build(instrs, memory, self.spec.id, self.threads, library().address)
+        return table.build(
+            instrs,
+            memory,
+            self.spec.id,
+            self.threads,
+            lambda names: library().addresses(names, self.progress),
+        )
 
     def run(self, code: Code, epoch: int) -> None:
         """One step. Raises DeviceError when it is interrupted."""

@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import extending, njit, types
 from numba.core import cgutils
 
-I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F32, F64 = ir.FloatType(), ir.DoubleType()
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 # Options of every compiled function: no wrappers for Python callers, IEEE division, and so nothing

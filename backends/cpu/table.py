@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,9 +82,8 @@ class _Builder:
     """Collects rows, waits and signals of one region."""
 
     memory: Memory
-    address: Callable[[str], int]
-    rows: list[tuple[Dim, ...]] = field(default_factory=list)
-    cycles: list[Dim] = field(default_factory=list)
+    encoded: list[Encoded] = field(default_factory=list)
+    headers: list[rows.Header] = field(default_factory=list)
     waits: list[tuple[int, int]] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
 
@@ -96,22 +95,22 @@ class _Builder:
         before = len(self.waits), len(self.signals)
         self.waits += [(self.tick(w.tick), w.step) for w in waits]
         self.signals += [self.tick(s) for s in signals]
-        header = rows.Header(
-            self.address(encoded.kernel), 0, before[0], len(self.waits), before[1], len(self.signals)
-        )
-        self.rows.append((*header, *encoded.fields))
-        self.cycles.append(encoded.cycles)
+        self.headers.append(rows.Header(0, 0, before[0], len(self.waits), before[1], len(self.signals)))
+        self.encoded.append(encoded)
 
 
 def build(
-    instrs: Sequence[Compute], memory: Memory, device: str, threads: int, address: Callable[[str], int]
+    instrs: Sequence[Compute],
+    memory: Memory,
+    device: str,
+    threads: int,
+    addresses: Callable[[list[str]], Mapping[str, int]],
 ) -> Code:
-    """The table of consecutive instructions. address: of a compiled function by name."""
-    ops, builder = Operands.of(memory, device, threads), _Builder(memory, address)
-    row_of, keep = [], []
+    """The table of consecutive instructions. addresses: of compiled functions, by name."""
+    ops, builder, row_of = Operands.of(memory, device, threads), _Builder(memory), []
     bias: micro.Bias | None = None
     for instr in instrs:
-        row_of.append(len(builder.rows))
+        row_of.append(len(builder.encoded))
         if isinstance(instr, micro.Bias):
             assert bias is None, "two biases for one dispatch"
             bias = instr
@@ -121,29 +120,30 @@ def build(
         waits = [w for part in parts for w in part.waits]
         builder.add(encoded, waits, [part.signals for part in parts if part.signals is not None])
         bias = None
-        if encoded.keep is not None:
-            keep.append(encoded.keep)
     assert bias is None, "a bias stands without its dispatch"
-    return _code(builder, tuple(row_of), [isinstance(i, micro.Bias) for i in instrs], tuple(keep))
+    found = addresses([e.kernel for e in builder.encoded])
+    return _code(builder, found, tuple(row_of), [isinstance(i, micro.Bias) for i in instrs])
 
 
-def _code(builder: _Builder, row_of: tuple[int, ...], is_bias: list[bool], keep: tuple[U8, ...]) -> Code:
-    count = len(builder.rows)
+def _code(
+    builder: _Builder, addresses: Mapping[str, int], row_of: tuple[int, ...], is_bias: list[bool]
+) -> Code:
+    count = len(builder.encoded)
     table = aligned(8 * rows.ROW * count).view(np.int64).reshape(count, rows.ROW)
     patches: dict[Expr, list[int]] = {}
-    for r, fields in enumerate(builder.rows):
+    costs = []
+    for r, (header, encoded) in enumerate(zip(builder.headers, builder.encoded, strict=True)):
+        fields = (*header._replace(kernel=addresses[encoded.kernel]), *encoded.fields)
         assert len(fields) <= rows.ROW, fields
         for f, value in enumerate(fields):
             if isinstance(value, Expr):
                 patches.setdefault(value, []).append(r * rows.ROW + f)
             else:
                 table[r, f] = value
-    costs = []
-    for r, cycles in enumerate(builder.cycles):
-        if symbols_of(cycles):
-            costs.append((r, cycles))
+        if symbols_of(encoded.cycles):
+            costs.append((r, encoded.cycles))
         else:
-            table[r, SOLO] = evaluate(cycles, {}) < SOLO_CYCLES
+            table[r, SOLO] = evaluate(encoded.cycles, {}) < SOLO_CYCLES
     return Code(
         builder.memory,
         table,
@@ -154,5 +154,5 @@ def _code(builder: _Builder, row_of: tuple[int, ...], is_bias: list[bool], keep:
         np.array(is_bias, np.int64),
         tuple((expr, np.array(places, np.int64)) for expr, places in patches.items()),
         tuple(costs),
-        keep,
+        tuple(e.keep for e in builder.encoded if e.keep is not None),
     )

@@ -176,7 +176,8 @@ def team_run() -> Any:
             store_i64(control + word, 0)
         if nth > 1:
             atomic_add(control + GO, 1)
-            if load_acquire(control + SLEEPERS) > 0:
+            # an add, not a load: it can't be seen before GO's, so either the helper or we notice the other
+            if atomic_add(control + SLEEPERS, 0) > 0:
                 futex_wake(control + GO, nth)
         walk_or_fault(types.int64(0), nth, code, epoch, control)
         turns = 0

@@ -99,7 +99,7 @@ def stack(tensors: Arrays, dim: int = 0) -> Any:
     return np.stack(tensors, axis=dim)
 
 
-@into(SHAPE, "tensor_split", "split_with_sizes")
+@into(SHAPE, "split_with_sizes")
 def split(self: Array, split_size: Any = None, split_sizes: Any = None, dim: int = 0) -> Any:
     by = split_size if split_sizes is None else split_sizes
     extent = self.shape[dim]

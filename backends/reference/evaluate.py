@@ -87,8 +87,6 @@ def evaluate_graph(
     inputs: Mapping[str, Array],
     weights: Callable[[Weight], Array],
     states: Mapping[str, Array] | None = None,
-    *,
-    every: bool = False,
 ) -> dict[str, Array]:
     """Runs a logical graph, raw or recognised, node by node.
 
@@ -97,10 +95,9 @@ def evaluate_graph(
         weights: a weight's value in its type (f32, or whole numbers), whatever its layout.
         states: f32 arrays by name; written in place. Missing ones start as zeros with
             one page for each entry of the input `pages`.
-        every: give the value of every node, not just the outputs.
 
     Returns:
-        Output name → value (node name → value when `every`).
+        Output name → value.
 
     Raises:
         PlanError: naming the node: an input is missing, an operation is unknown or doesn't fit.
@@ -112,8 +109,6 @@ def evaluate_graph(
     for node in graph.nodes:
         args = [values[a] if a[0] == "%" else weights(declared[a]) for a in node.inputs]
         values[f"%{node.name}"] = _evaluate(node, args, env, held)
-    if every:
-        return {node.name: values[f"%{node.name}"] for node in graph.nodes}
     return {o.name: values[f"%{o.value}"] for o in graph.outputs}
 
 

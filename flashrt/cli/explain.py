@@ -61,7 +61,8 @@ def print_explanation(facts: dict[str, Any]) -> None:
     """The same for a person: nodes that differ only in their layer number are one line."""
     for device in facts["devices"]:
         out.print(
-            f"{device['id']}  {device['name']}, reads {device['read_gb_per_s']:.1f} GB/s ({device['read_is']})",
+            f"{device['id']}  {device['name']}, "
+            f"reads {device['read_gb_per_s']:.1f} GB/s ({device['read_is']})",
             soft_wrap=True,
         )
     for variant in facts["variants"]:
@@ -74,23 +75,28 @@ def _print_variant(variant: dict[str, Any]) -> None:
     out.print()
     title = f"{variant['name']}: steps of {lo}…{hi} tokens" if hi else variant["name"]
     table = Table(title=f"{title}, {micros(variant['estimate_us'])} at {at}", title_justify="left")
-    for name in ("nodes", "operation", "device", "count", "estimate", "share", "moves", "because"):
-        table.add_column(name, justify="right" if name in ("count", "estimate", "share", "moves") else "left",
-                         overflow="fold")  # fmt: skip
+    table.add_column("nodes", no_wrap=True)
+    for name in ("device", "cause"):
+        table.add_column(name)
+    for name in ("count", "estimate", "share", "moves"):
+        table.add_column(name, justify="right", no_wrap=True)
     total = variant["estimate_us"] or 1.0
-    for name, group in _alike(variant["nodes"]).items():
+    causes: dict[str, str] = {}
+    for (name, because), group in _alike(variant["nodes"]).items():
+        letter = causes.setdefault(because, _letter(len(causes)))
         cost = sum(n["estimate_us"] for n in group)
         table.add_row(
             name,
-            group[0]["op"],
             group[0]["device"],
+            letter,
             str(len(group)),
             micros(cost),
-            f"{cost / total:.0%}",
+            f"{cost / total:.1%}",
             size(sum(n["bytes"] for n in group)),
-            group[0]["because"],
         )
     out.print(table)
+    for because, letter in causes.items():
+        out.print(f"{letter}: {because}", soft_wrap=True)
     for budget in variant["budgets"]:
         out.print(
             f"{budget['device']}: weights {size(budget['weights'])}, state {size(budget['state'])}, "
@@ -105,8 +111,16 @@ def _print_variant(variant: dict[str, Any]) -> None:
         )
 
 
-def _alike(nodes: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    groups: dict[str, list[dict[str, Any]]] = {}
+def _letter(index: int) -> str:
+    """a, b, …, z, aa, ab, …"""
+    first, last = divmod(index, 26)
+    return (_letter(first - 1) if first else "") + chr(ord("a") + last)
+
+
+def _alike(nodes: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Nodes that differ only in their layer number and have one cause, in order."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for node in nodes:
-        groups.setdefault(re.sub(r"\.\d+\.", ".*.", node["name"]), []).append(node)
+        key = (re.sub(r"\.\d+\.", ".*.", node["name"]), node["because"])
+        groups.setdefault(key, []).append(node)
     return groups

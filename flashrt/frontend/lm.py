@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from flashrt.errors import UnsupportedModel
-from flashrt.frontend import hooks, rope, trace
+from flashrt.frontend import hooks, names, rope, trace
 from flashrt.ir.logical import Graph, Node
 from flashrt.ir.ops import PAGE
 from flashrt.ir.types import Dim, Input, Output, State, Symbol, TensorType, Weight, attrs, sym
@@ -184,14 +184,17 @@ def symbols(context: int, tokens: int = TOKENS, rows: int = ROWS) -> tuple[Symbo
 def _sources(graph: Graph, tied: Mapping[str, str], prefix: str) -> Graph:
     """Names weights as a checkpoint does, and tied ones as the tensor that holds them."""
     renamed: dict[str, str] = {}
-    weights = []
+    weights: dict[str, Weight] = {}
     for weight in graph.weights:
         source = weight.sources[0].removeprefix(f"{WRAPPER}.")
         source = tied.get(source, source)
-        renamed[weight.name] = trace.names.strip(source, [prefix])
-        weights.append(replace(weight, name=renamed[weight.name], sources=(source,)))
+        name = names.strip(source, [prefix])
+        if name in weights and weights[name].sources != (source,):
+            name = source  # `model.norm` beside `norm`
+        renamed[weight.name] = name
+        weights[name] = replace(weight, name=name, sources=(source,))
     nodes = tuple(replace(n, inputs=tuple(_renamed(a, renamed) for a in n.inputs)) for n in graph.nodes)
-    return replace(graph, weights=tuple({w.name: w for w in weights}.values()), nodes=nodes)
+    return replace(graph, weights=tuple(weights.values()), nodes=nodes)
 
 
 def _renamed(argument: str, renamed: Mapping[str, str]) -> str:

@@ -171,7 +171,7 @@ OPS: Mapping[str, Op] = {
     "rows": Op("(x[T,C], index i32[N]) → f32[N,C]: the rows asked for", _rows, _quick, ANY, _MOVE),
     "sample": Op(
         "(logits[N,V], temperature f32[N], top_k i32[N], top_p f32[N], min_p f32[N], penalty f32[N], "
-        "seed i64[N], draw i64[N], history i32[N,H]) → i32[N]: one token a row; see backends/reference/sample.py",
+        "seed i64[N], draw i64[N], history i32[N,H]) → i32[N]: one token a row; see reference/sample.py",
         _sample, _heavy, HOST, "one token a row comes back to the host anyway",
     ),
 }  # fmt: skip

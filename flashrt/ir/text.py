@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from flashrt.errors import ParseError
 from flashrt.ir import logical, micro, physical
 from flashrt.ir.types import (
+    SYMBOL,
     Attrs,
     Expr,
     Input,
@@ -35,7 +36,15 @@ Level = logical.Graph | physical.Graph | micro.Stream
 L = TypeVar("L", logical.Graph, physical.Graph, micro.Stream)
 
 _BARE = re.compile(r"[A-Za-z0-9_./+:#@%-]+\Z")
-_TOKEN = re.compile(r'(?:[^\s"]|"(?:\\.|[^"\\])*")+')
+_QUOTED = r'"(?:\\.|[^"\\])*"'
+_TOKEN = re.compile(rf'(?:[^\s"]|{_QUOTED})+')
+
+
+def _tokens(line: str) -> list[str]:
+    """The line cut at blanks outside quotes."""
+    if _TOKEN.sub("", line).strip():
+        raise ValueError("a quoted name isn't closed")
+    return _TOKEN.findall(line)
 
 
 # ---- one codec per annotation: (print, parse) --------------------------------
@@ -73,20 +82,20 @@ def _show_ref(head: str, lo: Any, hi: Any) -> str:
 def _show_arg(arg: micro.Arg) -> str:
     if isinstance(arg, micro.SlotRef):
         return _show_ref(f"%{arg.slot}", arg.lo, arg.hi)
-    return _show_ref(f"@{arg.block}", arg.lo, arg.hi)
+    return _show_ref(f"@{_word(arg.block)}", arg.lo, arg.hi)
+
+
+_ARG = re.compile(rf'([%@])({_QUOTED}|[^\["]*)(?:\[(.*)\])?\Z')
 
 
 def _read_arg(text: str) -> micro.Arg:
-    head, bracket, rest = text.partition("[")
-    lo = hi = None
-    if bracket:
-        if not rest.endswith("]"):
-            raise ValueError(f"{text!r} lacks its closing bracket")
-        lo, hi = _range(rest[:-1])
-    if head.startswith("%") and head[1:].isdigit():
-        return micro.SlotRef(int(head[1:]), lo, hi)
-    if head.startswith("@") and len(head) > 1:
-        return micro.BlockRef(head[1:], lo, hi)
+    match = _ARG.match(text)
+    if match:
+        lo, hi = (None, None) if match[3] is None else _range(match[3])
+        if match[1] == "@":
+            return micro.BlockRef(_unword(match[2]), lo, hi)
+        if match[2].isdecimal():
+            return micro.SlotRef(int(match[2]), lo, hi)
     raise ValueError(f"{text!r} is neither a slot (%7) nor a block (@name)")
 
 
@@ -124,16 +133,22 @@ def _show_value(value: Value) -> str:
 
 
 def _read_value(text: str) -> Value:
-    if text.startswith("("):
+    if text.startswith("(") and text.endswith(")"):
         return read_dim(text[1:-1])
     if text.startswith("["):
         return tuple(_read_value(v) for v in _listed(text))
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_constant)
     except json.JSONDecodeError:
         raise ValueError(f"{text!r} isn't a value") from None
     assert value is None or isinstance(value, bool | int | float | str)
     return value
+
+
+def _constant(text: str) -> float:
+    if text == "NaN":
+        raise ValueError("NaN can't be an attribute: it isn't equal to itself")
+    return float(text)
 
 
 def _show_attrs(values: Attrs) -> str:
@@ -143,8 +158,15 @@ def _show_attrs(values: Attrs) -> str:
 def _read_attrs(text: str) -> Attrs:
     if not (text.startswith("{") and text.endswith("}")):
         raise ValueError(f"expected attributes {{k=v,..}}, got {text!r}")
-    pairs = (part.partition("=") for part in split_top(text[1:-1]))
-    return tuple(sorted((key, _read_value(value)) for key, _, value in pairs))
+    found: dict[str, Value] = {}
+    for part in split_top(text[1:-1]):
+        key, _, value = part.partition("=")
+        if not SYMBOL.match(key):
+            raise ValueError(f"{key!r} isn't an attribute's name")
+        if key in found:
+            raise ValueError(f"attribute {key!r} stands twice")
+        found[key] = _read_value(value)
+    return tuple(sorted(found.items()))
 
 
 def _read_us(text: str) -> Any:
@@ -242,26 +264,27 @@ def show_node(node: _Node) -> str:
 
 
 def _sigil(name: str) -> str:
-    return name[0] + _word(name[1:])
+    return name[:1] + _word(name[1:])
 
 
-_NODE = re.compile(r'%("(?:\\.|[^"\\])*"|[^\s"]+) = ([^\s(]+)\((.*?)\) ([a-z]+\d*\[\S*\])(?: (.*))?\Z')
+_NAME = rf'(?:{_QUOTED}|[^\s"(),]+)'
+_NODE = re.compile(
+    rf"%({_NAME}) = ({_NAME})\(((?:[%@]{_NAME},)*(?:[%@]{_NAME})?)\) ([a-z]+\d*\[\S*\])(?: (.*))?\Z"
+)
 
 
 def _read_node(kind: type, line: str) -> Any:
     match = _NODE.match(line)
     if not match:
-        raise ValueError("expected: %name = op(inputs) type field=value …")
-    inputs = tuple(a[0] + _unword(a[1:]) for a in split_top(match[3]))
-    if any(a[0] not in "%@" for a in inputs):
-        raise ValueError("an input is a value (%x) or a weight (@w)")
+        raise ValueError("expected: %name = op(%value,@weight) type field=value …")
+    inputs = tuple(a[:1] + _unword(a[1:]) for a in split_top(match[3]))
     known = {
         "name": _unword(match[1]),
         "op": _unword(match[2]),
         "inputs": inputs,
         "type": read_type(match[4]),
     }
-    return _read_fields(kind, _TOKEN.findall(match[5] or ""), known)
+    return _read_fields(kind, _tokens(match[5] or ""), known)
 
 
 # keyword → (record, fields that stand without a key, where they go in the level)
@@ -307,7 +330,7 @@ def lines(level: Level) -> Iterator[str]:
     if isinstance(level, micro.Stream):
         for keyword, sizes in (("arena", level.arenas), ("ring", level.rings)):
             for device, size in sizes:
-                yield f"{keyword} {device} bytes={size}"
+                yield f"{keyword} {_word(device)} bytes={size}"
         yield from map(show_instr, level.instrs)
     else:
         yield from map(show_node, level.nodes)
@@ -330,7 +353,9 @@ def from_text(text: str, *, path: str = "<text>") -> Level:
     Raises:
         ParseError: with path, line number and the line.
     """
-    rows = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip() and line[0] != "#"]
+    # not splitlines: a name may hold one of the other separators it knows
+    numbered = enumerate((line.rstrip("\r") for line in text.split("\n")), 1)
+    rows = [(i, line) for i, line in numbered if line.strip() and line[0] != "#"]
     head = rows[0][1].split(" ", 1) if rows else [""]
     if head[0] not in _LEVELS or len(head) != 2:
         raise ParseError(
@@ -341,7 +366,7 @@ def from_text(text: str, *, path: str = "<text>") -> Level:
     for number, line in rows[1:]:
         try:
             place, record = _read_line(kind, line)
-        except (ValueError, AssertionError, IndexError, TypeError) as error:
+        except (ValueError, AssertionError, RecursionError, MemoryError) as error:
             raise ParseError(f"{path}:{number}: {error}", lines=f"    {line[:200]}") from None
         if place not in parts:
             raise ParseError(
@@ -359,11 +384,11 @@ def _read_line(kind: type[Level], line: str) -> tuple[str, Any]:
     if line.startswith("%"):
         node = physical.Node if kind is physical.Graph else logical.Node
         return "nodes", _read_node(node, line)
-    keyword, *tokens = _TOKEN.findall(line)
+    keyword, *tokens = _tokens(line)
     if keyword in _INSTRUCTIONS:
         return "instrs", _read_fields(_INSTRUCTIONS[keyword], tokens, {})
     if keyword in ("arena", "ring"):
-        return f"{keyword}s", (tokens[0], int(tokens[1].removeprefix("bytes=")))
+        return f"{keyword}s", _read_memory(keyword, tokens)
     if keyword not in _RECORDS:
         known = ", ".join([*_RECORDS, *_INSTRUCTIONS, "%name = …"])
         raise ValueError(f"unknown line {keyword!r}; known: {known}")
@@ -376,6 +401,12 @@ def _read_line(kind: type[Level], line: str) -> tuple[str, Any]:
             text = text.removeprefix("%")
         given[name] = _fields(record)[name][2](text)
     return place, _read_fields(record, tokens[len(heads) :], given)
+
+
+def _read_memory(keyword: str, tokens: list[str]) -> tuple[str, int]:
+    if len(tokens) != 2 or not tokens[1].startswith("bytes="):
+        raise ValueError(f"expected: {keyword} device bytes=…")
+    return _unword(tokens[0]), int(tokens[1].removeprefix("bytes="))
 
 
 def read_logical(text: str, *, path: str = "<text>") -> logical.Graph:

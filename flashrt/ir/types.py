@@ -13,11 +13,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from keyword import iskeyword
 
 Env = Mapping[str, int]
 Atom = "str | Call"
 Monomial = tuple["str | Call", ...]
 
+LARGEST = 1e300  # what a text form may hold
 SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
@@ -95,7 +97,7 @@ def _sum(values: Iterable[Dim]) -> Dim:
 
 def sym(name: str) -> Expr:
     """The symbol `name` as an expression."""
-    assert SYMBOL.match(name), name
+    assert SYMBOL.match(name) and not iskeyword(name), name
     return Expr((((name,), 1),))
 
 
@@ -207,11 +209,15 @@ def _number(value: int | float) -> str:
 
 def read_dim(text: str) -> Dim:
     """Reads what `show` prints. Raises ValueError with the part that isn't a size."""
+    if text.isascii() and text.isdecimal():
+        return int(text)
     try:
-        tree = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError):
-        raise ValueError(f"{text!r} isn't a size") from None
-    return _read(tree, text)
+        value = _read(ast.parse(text, mode="eval").body, text)
+    except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{text[:80]!r} isn't a size: {error}") from None
+    if not all(abs(c) < LARGEST for _, c in _terms(value)):
+        raise ValueError(f"{text[:80]!r} is too large")
+    return value
 
 
 def _read(tree: ast.expr, text: str) -> Dim:
@@ -229,6 +235,8 @@ def _read(tree: ast.expr, text: str) -> Dim:
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             return _read(left, text) * _read(right, text)
         case ast.Call(func=ast.Name(id=fn), args=args, keywords=[]) if fn in _FUNCTIONS and args:
+            if fn == "ceildiv" and len(args) != 2:
+                raise ValueError(f"{text!r}: ceildiv takes 2 sizes")
             return _call(fn, tuple(_read(a, text) for a in args))
     raise ValueError(f"{text!r} isn't a size")
 

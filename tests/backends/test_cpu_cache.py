@@ -49,8 +49,10 @@ def test_a_damaged_file_is_a_miss(tmp_path: Path) -> None:
 def test_damaged_code_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHRT_CACHE", str(tmp_path))
     done: list[tuple[str, int, int]] = []
-    Library().compile_all(["team_quit", "team_quit"], lambda *args: done.append(args))
-    assert done == [("team_quit", 1, 1)]
+    library = Library()
+    for _ in range(2):
+        addresses = library.addresses(["team_quit", "team_quit"], lambda *args: done.append(args))
+    assert done == [("team_quit", 1, 1)] and addresses == {"team_quit": library.address("team_quit")}
     path = cache.folder() / "team_quit.o"
     good = path.read_bytes()
     path.write_bytes(good[:-9])

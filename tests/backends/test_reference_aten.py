@@ -230,6 +230,42 @@ for op in TWO_ARGUMENTS.split():
     CASES[op] = lambda op=op: (getattr(A, op).default, r(4, 5).round(), r(5).round())  # type: ignore[misc]
 
 
+CASES |= {
+    "narrow": lambda: (A.narrow.default, r(4, 5), 1, 1, 3),
+    "movedim": lambda: (A.movedim.int, r(2, 3, 4), 0, 2),
+    "copy": lambda: (A.copy.default, r(4, 5), r(5)),
+    "prod": lambda: (A.prod.dim_int, r(4, 5), 1),
+    "amin": lambda: (A.amin.default, r(4, 5), [0], True),
+    "argmin": lambda: (A.argmin.default, r(4, 5), 0),
+    "all": lambda: (A.all.dim, r(4, 5) > -1, 1),
+    "fmod": lambda: (A.fmod.Scalar, r(9) * 3, 0.7),
+    "mv": lambda: (A.mv.default, r(4, 5), r(5)),
+    "clamp_max": lambda: (A.clamp_max.default, r(9), 0.1),
+    "clamp tensor": lambda: (A.clamp.Tensor, r(9), r(9) - 2, r(9) + 2),
+    "max tensor": lambda: (A.max.other, r(9), r(9)),
+    "bitwise_or": lambda: (A.bitwise_or.Tensor, ints(8, 9), ints(8, 9)),
+    "bitwise_xor": lambda: (A.bitwise_xor.Tensor, ints(8, 9), ints(8, 9)),
+    "__and__": lambda: (A.__and__.Tensor, r(9) > 0, r(9) > 0),
+    "__or__": lambda: (A.__or__.Tensor, r(9) > 0, r(9) > 0),
+    "isnan": lambda: (A.isnan.default, r(9) / 0 * 0),
+    "isinf": lambda: (A.isinf.default, r(9) / 0),
+    "atan2": lambda: (A.atan2.default, r(9), r(9)),
+    "log10": lambda: (A.log10.default, positive(9)),
+    "asin": lambda: (A.asin.default, r(9).tanh()),
+    "acos": lambda: (A.acos.default, r(9).tanh()),
+}  # fmt: skip
+for op in ["ne", "le", "gt", "ge"]:
+    CASES[op] = lambda op=op: (getattr(A, op).Tensor, r(4, 5).round(), r(5).round())  # type: ignore[misc]
+for op in ["tan", "sinh", "cosh", "exp2", "square", "log_sigmoid"]:
+    CASES[op] = lambda op=op: (getattr(A, op).default, r(4, 5))  # type: ignore[misc]
+
+
+def test_every_function_has_a_case() -> None:
+    named = {str(case()[0]._schema.name).replace("::", ".") for case in CASES.values()}
+    tried = {find(name) for name in named}
+    assert [name for name, function in ATEN.items() if function not in tried] == []
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_against_torch(name: str) -> None:
     torch.manual_seed(1)

@@ -150,3 +150,14 @@ def test_large_scores_stay_finite() -> None:
     step(all, [(0, 0, 5)], kv, shape, None)
     got = attention(kv, shape, all[0].q.reshape(5, -1), np.arange(5), np.zeros(5, int), tables(all))
     assert np.isfinite(got).all()
+
+
+def test_tokens_give_the_same_bits_in_any_step() -> None:
+    """Token by token or all at once, alone or beside other sequences."""
+    shape = VARIANTS["all"]
+    all = sequences(shape)
+    size = (9, 2, shape.kv_heads, PAGE, 8)
+    together = step(all, [(0, 0, 5), (1, 0, 37), (2, 0, 16)], np.zeros(size, np.float32), shape, None)
+    kv = np.zeros(size, np.float32)
+    alone = np.concatenate([step(all, [(1, i, i + 1)], kv, shape, None) for i in range(37)])
+    np.testing.assert_array_equal(alone, together[5:42])

@@ -190,3 +190,34 @@ def test_graph_errors_name_the_place() -> None:
         evaluate_graph(graph, {"x": r(5, 4)}, weight)
     with pytest.raises(PlanError, match=r"input x is \[5, 3\]"):
         evaluate_graph(graph, inputs | {"x": r(5, 3)}, weight)
+
+
+ROWWISE: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "rms_norm": ((48,), {"eps": 1e-5, "width": 48}),
+    "layer_norm": ((48,), {"eps": 1e-5}),
+    "gated": ((48,), {"act": "silu"}),
+    "activation": ((48,), {"act": "gelu_tanh"}),
+    "softcap": ((48,), {"cap": 3.0}),
+}
+
+
+@pytest.mark.parametrize("op", ROWWISE)
+def test_rows_give_the_same_bits_in_any_batch(op: str) -> None:
+    shape, attrs = ROWWISE[op]
+    x, up = r(7, *shape), r(7, *shape)
+    others = {"gated": [up]}.get(op, [])
+    whole = run(op, [x, *others], x.shape, **attrs)
+    for i in range(7):
+        one = run(op, [x[i : i + 1], *(o[i : i + 1] for o in others)], (1, *shape), **attrs)
+        np.testing.assert_array_equal(one[0], whole[i])
+
+
+@pytest.mark.parametrize("k", [70, 576, 1536])
+def test_linear_gives_the_same_bits_in_any_batch_and_column_split(k: int) -> None:
+    x, w, b, y = r(9, k), r(48, k), r(48), r(9, 48)
+    whole = run("linear", [x, w, b, y], (9, 48))
+    for lo, hi in ((0, 16), (16, 48), (5, 6)):
+        part = run("linear", [x, w[lo:hi], b[lo:hi], y[:, lo:hi]], (9, hi - lo))
+        np.testing.assert_array_equal(part, whole[:, lo:hi])
+    for i in (0, 8):
+        np.testing.assert_array_equal(run("linear", [x[i : i + 1], w, b, y[i : i + 1]], (1, 48))[0], whole[i])

@@ -27,8 +27,8 @@ from flashrt.ir.types import (
 Level = logical.Graph | physical.Graph | micro.Stream
 
 odd_names = st.text(max_size=6) | st.sampled_from(
-    ['a b', 'say "x"', "back\\slash", "kernel(x) f32[1]", "a,b", "x]", "{k=v}", "# no comment", "%3", "@w", "",
-     "línea·é", "two\nlines", "tab\t", "\u2028", "a = b(c)", "\x85", "'", "layers.3.mlp[0:4]"]
+    ['a b', 'say "x"', "back\\slash", "kernel(x) f32[1]", "a,b", "x]", "{k=v}", "# no comment", "%3", "@w",
+     "", "línea·é", "two\nlines", "tab\t", "\u2028", "a = b(c)", "\x85", "'", "layers.3.mlp[0:4]"]
 )  # fmt: skip
 names = st.sampled_from(["x", "layers.3.mlp.up", "cpu:0", "up#0@gpu:1", "q4.16x32+bias"]) | odd_names
 symbols = st.sampled_from(["T", "N", "s0", "_a1", "max"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from flashrt.ir.text import read_logical
 from flashrt.ir.types import Weight
 
 RAW = Path(__file__).parent.parent / "golden" / "raw"
-Array = NDArray[np.generic]
+Array = NDArray[Any]
 
 
 def raw(name: str) -> logical.Graph:
@@ -30,9 +31,9 @@ def values_of(graph: logical.Graph) -> dict[str, Array]:
         assert len(w.sources) == 1, w
         shape = tuple(int(d) for d in w.type.shape)  # type: ignore[arg-type]
         rng = np.random.default_rng(zlib.crc32(w.sources[0].encode()))
-        value = rng.standard_normal(shape).astype(np.float32)
+        value: Array = rng.standard_normal(shape).astype(np.float32)
         if w.name.endswith("inv_freq"):
-            value = 1 / 100 ** np.linspace(0, 1, shape[0], endpoint=False, dtype=np.float32)
+            value = (100.0 ** -np.linspace(0, 1, shape[0], endpoint=False)).astype(np.float32)
         elif len(shape) == 2:
             value *= np.float32(1.4 / np.sqrt(shape[1]))
         elif "norm" in w.name and w.name.endswith("weight"):

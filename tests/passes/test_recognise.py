@@ -68,9 +68,8 @@ def test_a_recognised_model_computes_what_the_raw_one_does(model: str) -> None:
 def test_types_follow_the_rules_and_the_text_reads_back(model: str) -> None:
     got = recognise(raw(model))
     laws.check(got)
-    types = {f"%{v.name}": v.type for v in (*got.inputs, *got.nodes)} | {
-        f"@{w.name}": w.type for w in got.weights
-    }
+    types = {f"%{v.name}": v.type for v in got.inputs} | {f"@{w.name}": w.type for w in got.weights}
+    types |= {f"%{n.name}": n.type for n in got.nodes}
     for node in got.nodes:
         inferred = ops.infer(node.op, [types[a] for a in node.inputs], node.attrs)
         assert inferred in (None, node.type), show_node(node)
@@ -216,6 +215,12 @@ def test_a_norm_over_another_axis_is_none() -> None:
         "%root = aten.rsqrt(%eps) f32[1,8]",
     ]
     assert "rms_norm" not in operations(same(small(*lines, output="n")))
+
+
+def test_another_power_is_no_root_mean_square() -> None:
+    lines = norm("aten.pow(%x)", "aten.rsqrt(%eps) f32[T,1]", "aten.mul")
+    got = same(small(lines[0].replace("exponent=2", "exponent=4"), *lines[1:], output="n"))
+    assert "rms_norm" not in operations(got)
 
 
 def test_rms_norm_as_one_operator_takes_the_eps_of_its_type() -> None:
@@ -435,3 +440,51 @@ def test_what_only_looks_like_rope_isnt(old: str, new: str) -> None:
     assert lines != [*BY_PRODUCT, *ROPE]
     got = same(rope(*lines), positions=np.array([0, 7, 2, 40, 3], np.int32))
     assert "rope" not in operations(got)
+
+
+# ---- weights: a matrix may be packed, so only a product or a lookup reads it ---------------
+@pytest.mark.parametrize(
+    "lines, weights",
+    [
+        (["%m = aten.mul(@w) f32[8,8] attrs={other=2.0}", "%out = aten.mm(%x,%m) f32[T,8]"], "w f32[8,8]"),
+        (
+            [
+                "%s = aten.add(@w,@v) f32[8] attrs={alpha=1}",
+                "%out = aten.add(%x,%s) f32[T,8] attrs={alpha=1}",
+            ],
+            "w f32[8]; v f32[8]",
+        ),
+        (
+            [
+                "%s = aten.slice(@w) f32[8] attrs={dim=0,end=12,start=4,step=1}",
+                "%out = aten.add(%x,%s) f32[T,8] attrs={alpha=1}",
+            ],
+            "w f32[16]",
+        ),
+        (
+            [
+                "%t = aten.transpose(@w) f32[8,3] attrs={dim0=0,dim1=1}",
+                "%e = aten.exp(%t) f32[8,3]",
+                "%out = aten.mm(%x,%e) f32[T,3]",
+            ],
+            "w f32[3,8]",
+        ),
+    ],
+)
+def test_arithmetic_on_weights_stays_raw(lines: list[str], weights: str) -> None:
+    got = same(small(*lines, weights=weights))
+    for node in got.nodes:
+        if any(a[0] == "@" for a in node.inputs):
+            assert node.op.startswith("aten."), show_node(node)
+
+
+def test_rows_of_a_square_value_are_those_in_memory() -> None:
+    graph = read_logical("""logical square
+symbol N lo=1 hi=64 hint=2
+input x f32[8,8]
+input i i32[N]
+%out = aten.index(%x,%i) f32[8,N] attrs={indices=[null,1]}
+output out out
+""")
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    assert operations(same(graph, x=x, i=np.array([3, 0], np.int32))) == ["aten.index"]

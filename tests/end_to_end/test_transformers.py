@@ -1,0 +1,116 @@
+"""Hugging Face folders give transformers' logits: prefill, chunks beside decode, and pure decode, on each device.
+
+Tokens are given, never drawn, so that a close call between two tokens can't hide or cause a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flashrt import engine
+from flashrt.compiler import CompileOptions
+from flashrt.program import Program
+from tests.end_to_end.flat import F32, Flat, Part
+from tests.end_to_end.tiny_hf import VOCAB, write_model
+
+TOLERANCE = 1e-3
+DEVICES = ("reference:0", "cpu:0")
+WINDOW = 8
+LENGTHS = {"a": 12, "b": 29, "c": 47, "d": 20}  # tokens; all longer than the window, some than a page or two
+PREFILL = [("a", 5), ("b", 21), ("c", 34)]
+MIXED = [("a", 1), ("b", 1), ("c", 9), ("d", 14)]
+DECODE = [("d", 1), ("c", 1), ("a", 1), ("b", 1)]
+SLIDING: dict[str, Any] = {"sliding_window": WINDOW}
+MIXED_LAYERS: dict[str, Any] = {**SLIDING, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16}
+
+CHEAP: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-bf16": ("llama", {"dtype": torch.bfloat16}),
+    "llama-sharded-tied-bf16": ("llama", {"dtype": torch.bfloat16, "tie_word_embeddings": True, "shard": "40KB"}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "mistral-window": ("mistral", SLIDING),
+}  # fmt: skip
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "gemma2": ("gemma2", {**MIXED_LAYERS, "query_pre_attn_scalar": 16}),
+    "gemma3": ("gemma3_text", {**MIXED_LAYERS, "query_pre_attn_scalar": 16}),
+    "phi3": ("phi3", {}),
+}
+ALL = [*CHEAP, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+
+
+@dataclass
+class Case:
+    """A model as transformers has it, and the same opened on each device."""
+
+    name: str
+    model: Any
+    programs: dict[str, Program]
+    tokens: dict[str, list[int]]
+    wanted: dict[str, F32]
+
+    def error(self, device: str, steps: Sequence[Sequence[Part]], checked: int) -> float:
+        """The largest error of the logits of step number `checked`."""
+        flat = Flat(self.programs[device], self.tokens)
+        worst = 0.0
+        for number, step in enumerate(steps):
+            starts = dict(flat.done)
+            for name, got in flat.step(step).items():
+                want = self.wanted[name][starts[name] : flat.done[name]]
+                if number == checked:
+                    worst = max(worst, float(np.abs(got - want).max()))
+        return worst
+
+
+@pytest.fixture(scope="module", params=ALL)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    name = request.param
+    kind, facts = (CHEAP | MORE)[name]
+    folder = tmp_path_factory.mktemp(name)
+    model = write_model(folder, kind, **facts)
+    model.set_attn_implementation("eager")
+    rng = np.random.default_rng(1)
+    tokens = {n: [int(t) for t in rng.integers(3, VOCAB, length)] for n, length in LENGTHS.items()}
+    wanted = {n: theirs(model, ids) for n, ids in tokens.items()}
+    with ExitStack() as opened:
+        programs = {d: opened.enter_context(open_on(d, folder)) for d in DEVICES}
+        yield Case(name, model, programs, tokens, wanted)
+
+
+def theirs(model: Any, ids: list[int]) -> F32:
+    """transformers' logits [tokens, V] of one sequence."""
+    with torch.no_grad():
+        logits: F32 = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].numpy()
+    return logits
+
+
+def open_on(device: str, folder: Path) -> Program:
+    options = CompileOptions(tokens=64, sequences=64)
+    plan = engine.obtain(str(folder), options, devices=(device,)).plan
+    return engine.open_plan(plan, pages=16, threads=1, poison=True)
+
+
+def test_the_logits_say_something(case: Case) -> None:
+    """Else agreement would mean nothing: they spread, and depend on tokens far back."""
+    logits = np.concatenate(list(case.wanted.values()))
+    assert logits.std() > 0.3
+    changed = theirs(case.model, [case.tokens["a"][0] ^ 1, *case.tokens["a"][1:]])
+    assert np.abs(changed - case.wanted["a"])[3:6].max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("checked", [0, 1, 2, 3], ids=["prefill", "mixed", "decode", "decode-again"])
+def test_logits(case: Case, device: str, checked: int) -> None:
+    error = case.error(device, [PREFILL, MIXED, DECODE, DECODE], checked)
+    print(f"{case.name} on {device}: largest error {error:.2e}")
+    assert error < TOLERANCE, f"{case.name} on {device}: logits differ from transformers' by {error:.2e}"
