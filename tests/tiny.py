@@ -118,20 +118,34 @@ def tiny_graph(layers: int = 2) -> logical.Graph:
     return logical.Graph(
         "tiny",
         symbols=(
-            Symbol("T", 1, 64, 1), Symbol("N", 1, 16, 1), Symbol("S", 1, 16, 1), Symbol("M", 1, CONTEXT // PAGE, 1),
-            Symbol("C", 1, CONTEXT, 64), Symbol("P", 1, 1 << 20, 64), Symbol("H", 1, CONTEXT, 1),
+            Symbol("T", 1, 64, 1),
+            Symbol("N", 1, 16, 1),
+            Symbol("S", 1, 16, 1),
+            Symbol("M", 1, CONTEXT // PAGE, 1),
+            Symbol("C", 1, CONTEXT, 64),
+            Symbol("P", 1, 1 << 20, 64),
+            Symbol("H", 1, CONTEXT, 1),
         ),
         inputs=(
-            Input("ids", i32(T)), Input("positions", i32(T)), Input("rows", i32(N)), Input("seq", i32(T)),
-            Input("pages", i32(S, M)), Input("temperature", f32(N)), Input("top_k", i32(N)), Input("top_p", f32(N)),
-            Input("min_p", f32(N)), Input("penalty", f32(N)), Input("seed", TensorType("i64", (N,))),
-            Input("draw", TensorType("i64", (N,))), Input("history", i32(N, H)),
+            Input("ids", i32(T)),
+            Input("positions", i32(T)),
+            Input("rows", i32(N)),
+            Input("seq", i32(T)),
+            Input("pages", i32(S, M)),
+            Input("temperature", f32(N)),
+            Input("top_k", i32(N)),
+            Input("top_p", f32(N)),
+            Input("min_p", f32(N)),
+            Input("penalty", f32(N)),
+            Input("seed", TensorType("i64", (N,))),
+            Input("draw", TensorType("i64", (N,))),
+            Input("history", i32(N, H)),
         ),
         weights=tuple(weights),
         states=tuple(State(f"kv.{i}", f32(P, 2, KV_HEADS, PAGE, DIM)) for i in range(layers)),
         nodes=tuple(nodes),
         outputs=(Output("logits", "lm_head"), Output("tokens", "sample")),
-    )  # fmt: skip
+    )
 
 
 def tiny_source(graph: logical.Graph, seed: int = 0) -> ArraySource:

@@ -10,6 +10,7 @@ next step's instructions wait for what they need.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashrt.ir.types import Attrs, Dim, Input, Output, State, Symbol, TensorType, Value, Weight
@@ -86,7 +87,11 @@ class Prefetch:
 
     Reads `block` from host memory or disk; afterwards the block table holds its
     address. Every use of a block whose home is "ring" stands between its prefetch
-    and its evict. `bytes` is what travels.
+    and its evict.
+
+    block: name of the block (declared for this device).
+    plane: name of the precision plane to load; "" loads the whole block.
+    bytes: what travels.
     """
 
     device: str
@@ -107,6 +112,8 @@ class Evict:
 
     Afterwards the block must not be used until it is prefetched again; in tests
     the memory is poisoned.
+
+    block: name of the block (declared for this device).
     """
 
     device: str
@@ -126,6 +133,11 @@ class Quantize:
     scheme "i8/32": blocks of 32 along the last axis, symmetric, scale = largest
     magnitude / 127. `dst` has type u8[T, K + 4*ceildiv(K,32)]: K quantised
     bytes followed by the scales.
+
+    src: the activations.
+    dst: where values and scales go.
+    scheme: number format and block size.
+    bytes: bytes read and written.
     """
 
     device: str
@@ -146,6 +158,8 @@ class Bias:
     """Name the bias block that the next dispatch of this lane adds in its epilogue.
 
     Stands directly before that dispatch, whose kernel name contains "+bias".
+
+    block: the bias vector, or the part of it for the channels that the dispatch computes.
     """
 
     device: str
@@ -164,7 +178,17 @@ class Dispatch:
 
     Kernel names are `op.format+epilogue`, e.g. `linear.q4m.16x32+bias`; the
     epilogue `+residual` adds the last argument. `host.<op>` runs on the
-    reference implementation in host memory. `reads` and `writes` name states.
+    reference implementation in host memory.
+
+    kernel: which kernel; the device's backend lists the ones it has.
+    args: slots and weight blocks, in the kernel's order.
+    dst: the slot (or channels of it) that is written; none for a kernel that only writes a state.
+    attrs: constants of the operation.
+    numerics: how it is computed, e.g. "act=i8/32 acc=f32"; kernels that share it give the same bits.
+    reads: states that are read.
+    writes: states that are written.
+    bytes: weights and activations moved, for estimates and shares of a limit.
+    flops: multiply-adds times two.
     """
 
     device: str
@@ -193,6 +217,11 @@ class Transfer:
     """Copy a slot (or a channel range) to a slot of another device.
 
     Runs on a lane of the source device. The ranges of `src` and `dst` have the same width.
+
+    src: what is copied, on this device.
+    dst: where it goes, on device `to`.
+    to: the other device.
+    bytes: what travels.
     """
 
     device: str
@@ -207,6 +236,17 @@ class Transfer:
     node: str = ""
     region: int | None = None
 
+
+# What the fields mean that every instruction has.
+SHARED_FIELDS: Mapping[str, str] = {
+    "device": "the device it runs on",
+    "lane": "the lane of the device (compute, copy_in, copy_out, …); a lane runs in order",
+    "waits": "ticks that must have been reached before it starts",
+    "signals": "the tick that it sets when it is over; each tick has one setter",
+    "est": "predicted time, in microseconds",
+    "node": "name of the physical node it comes from",
+    "region": "number of the region it is launched with; consecutive in the lane",
+}
 
 Instr = Prefetch | Evict | Quantize | Bias | Dispatch | Transfer
 INSTRUCTIONS: tuple[type[Instr], ...] = (Prefetch, Quantize, Bias, Dispatch, Transfer, Evict)

@@ -253,7 +253,7 @@ class _Words(Mapping[str, int]):
 
     def __iter__(self) -> Iterator[str]:
         stream = self._memory.stream
-        return iter([s.name for s in (*stream.symbols, *stream.splits)])
+        return iter([*(s.name for s in stream.symbols), *(s.name for s in stream.splits)])
 
     def __len__(self) -> int:
         return len(self._memory.words) - 1

@@ -80,9 +80,9 @@ def bind(inputs: Mapping[str, TensorType], arrays: Arrays, given: Mapping[str, i
             if isinstance(want, Expr) and show(want).isidentifier():
                 env.setdefault(show(want), got)
     for name, type in inputs.items():
-        want = tuple(evaluate(d, env) for d in type.shape)
-        if want != arrays[name].shape:
-            raise RequestError(f"input {name}: shape {arrays[name].shape}, expected {type} = {want}")
+        expected = tuple(evaluate(d, env) for d in type.shape)
+        if expected != arrays[name].shape:
+            raise RequestError(f"input {name}: shape {arrays[name].shape}, expected {type} = {expected}")
     return env
 
 

@@ -78,7 +78,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     kind, facts = (CHEAP | MORE)[name]
     folder = tmp_path_factory.mktemp(name)
     model = write_model(folder, kind, **facts)
-    model.set_attn_implementation("eager")
     rng = np.random.default_rng(1)
     tokens = {n: [int(t) for t in rng.integers(3, VOCAB, length)] for n, length in LENGTHS.items()}
     wanted = {n: theirs(model, ids) for n, ids in tokens.items()}

@@ -117,7 +117,9 @@ PARTS: dict[str, st.SearchStrategy[Any]] = {
 
 
 def level(kind: type, **given: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.builds(kind, **{f.name: given.get(f.name, PARTS.get(f.name)) for f in fields(kind)})
+    return st.builds(
+        kind, **{f.name: given[f.name] if f.name in given else PARTS[f.name] for f in fields(kind)}
+    )
 
 
 logical_graphs = level(logical.Graph, nodes=tuples_of(record(logical.Node, inputs=operands)))

@@ -469,6 +469,14 @@ def test_what_only_looks_like_rope_isnt(old: str, new: str) -> None:
             ],
             "w f32[3,8]",
         ),
+        (
+            [
+                "%s = aten.slice(@w) f32[8,4] attrs={dim=1,end=6,start=2,step=1}",
+                "%e = aten.exp(%s) f32[8,4]",
+                "%out = aten.mm(%x,%e) f32[T,4]",
+            ],
+            "w f32[8,12]",
+        ),
     ],
 )
 def test_arithmetic_on_weights_stays_raw(lines: list[str], weights: str) -> None:

@@ -108,9 +108,10 @@ def plain() -> Result:
         return generate(program.call)
 
 
-def split_stream(
-    *, passes: tuple[str, ...] = tuple(pipeline.PERFORMANCE)
-) -> tuple[physical.Graph, micro.Stream]:
+ALL = tuple(pipeline.PERFORMANCE)
+
+
+def split_stream(*, passes: tuple[str, ...] = ALL) -> tuple[physical.Graph, micro.Stream]:
     graph = text.read_physical(SPLIT.read_text(), path=str(SPLIT))
     laws.check(graph)
     stream = lower(graph, MACHINE)
@@ -122,7 +123,7 @@ def split_stream(
     return graph, stream
 
 
-@pytest.mark.parametrize("passes", [(), ("overlap",), tuple(pipeline.PERFORMANCE)], ids=str)
+@pytest.mark.parametrize("passes", [(), ("overlap",), ALL], ids=str)
 def test_split_over_two_devices(plain: Result, passes: tuple[str, ...]) -> None:
     graph, stream = split_stream(passes=passes)
     assert {i.device for i in stream.instrs} == {"reference:0", "reference:1"}
