@@ -1,4 +1,4 @@
-"""What the commands share: where text goes, how errors end, progress.
+"""What the commands share: where text goes, how errors end, progress, tables, units.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 2 the
 request was wrong (bad input, no such model, it doesn't fit), 130 interrupted;
@@ -9,48 +9,132 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import typer
+from rich import box
 from rich.console import Console
-from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
+from flashrt import knobs
 from flashrt.errors import FlashrtError
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+WIDE = 160  # columns of a table where there is no terminal to fit
 
 
-def run(app: Callable[[], object]) -> None:
-    """Runs a command line and turns what the user can repair into one message and exit code 2."""
+# ---- errors ------------------------------------------------------------------------
+class Commands(TyperGroup):
+    """A command line whose errors a user can repair are one message and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with _ended_well():
+            return super().invoke(ctx)
+
+
+class Command(TyperCommand):
+    """The same for a program that is one command."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with _ended_well():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _ended_well() -> Iterator[None]:
     try:
-        app()
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
+        for knob in knobs.ALL:
+            knob.get()
+        yield
+        sys.stdout.flush()
     except FlashrtError as error:
-        err.print(f"[bold red]error:[/] {escape(error.what)}", soft_wrap=True)
-        for part in (error.lines, error.hint):
-            if part:
-                err.print(escape(part), soft_wrap=True)
-        sys.exit(2)
+        complain(error)
+        raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        err.print("interrupted")
-        sys.exit(130)
+        say("interrupted")
+        raise typer.Exit(130) from None
     except BrokenPipeError:
         # the reader has gone (`| head`): nothing more to say, and Python must not try at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        raise typer.Exit(0) from None
+    except OSError as error:
+        say(Text.assemble(("error: ", "bold red"), str(error)))
+        raise typer.Exit(2) from None
+
+
+def complain(error: FlashrtError) -> None:
+    """What is wrong, the lines around it, the next step."""
+    say(Text.assemble(("error: ", "bold red"), error.what))
+    for part in (error.lines, error.hint):
+        if part:
+            say(part)
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C sets a flag, which is given as a function; pressed again it interrupts as usual."""
+    pressed = False
+
+    def press(*_: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# ---- text --------------------------------------------------------------------------
+def console(*, stderr: bool = False) -> Console:
+    """stdout or stderr as it is now. Where no stream is a terminal nothing is cut to 80 columns."""
+    streams = (sys.stdin, sys.stdout, sys.stderr)
+    bare = "COLUMNS" not in os.environ and not any(s is not None and s.isatty() for s in streams)
+    return Console(stderr=stderr, highlight=False, markup=False, width=WIDE if bare else None)
+
+
+def show(what: str | Table) -> None:
+    """A result, on stdout. Text isn't wrapped: that is the terminal's work."""
+    console().print(what, soft_wrap=isinstance(what, str))
+
+
+def say(what: str | Text, style: str = "") -> None:
+    """A message, on stderr."""
+    console(stderr=True).print(what, style=style, soft_wrap=True)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A light table: the first column is a name, the others are figures."""
+    made = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for at, column in enumerate(columns):
+        made.add_column(Text(column), justify="right" if at else "left", no_wrap=bool(at), overflow="fold")
+    for row in rows:
+        made.add_row(*map(Text, row))
+    return made
 
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[str], None]]:
     """A spinner on stderr while something takes its time, only on a terminal. Gives a setter for its text."""
-    if not err.is_terminal:
+    stderr = console(stderr=True)
+    if not stderr.is_terminal:
         yield lambda text: None
         return
-    with err.status(what) as status:
-        yield lambda text: status.update(f"{what}: {text}")
+    with stderr.status(Text(what)) as status:
+        yield lambda text: status.update(Text(f"{what}: {text}"))
 
 
+# ---- units -------------------------------------------------------------------------
 def peak_memory() -> int:
     """The most bytes this process has had in memory so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -66,7 +150,7 @@ def size(nbytes: float) -> str:
 
 
 def micros(value: float) -> str:
-    """Microseconds as people read them: 82.1 µs, 3.41 ms, 1.2 s."""
+    """Microseconds as people read them: 82.1 µs, 3.41 ms, 1.20 s."""
     if value < 1000:
         return f"{value:.1f} µs"
     if value < 1e6:

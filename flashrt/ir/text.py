@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, fields
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from flashrt.errors import ParseError
@@ -155,6 +156,7 @@ def _show_attrs(values: Attrs) -> str:
     return "{" + ",".join(f"{k}={_show_value(v)}" for k, v in values) + "}"
 
 
+@lru_cache(maxsize=1 << 14)
 def _read_attrs(text: str) -> Attrs:
     if not (text.startswith("{") and text.endswith("}")):
         raise ValueError(f"expected attributes {{k=v,..}}, got {text!r}")

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from keyword import iskeyword
 
 Env = Mapping[str, int]
@@ -207,6 +208,7 @@ def _number(value: int | float) -> str:
     return repr(value)
 
 
+@lru_cache(maxsize=1 << 14)  # the layers of a model repeat the same sizes
 def read_dim(text: str) -> Dim:
     """Reads what `show` prints. Raises ValueError with the part that isn't a size."""
     if text.isascii() and text.isdecimal():
@@ -277,6 +279,7 @@ class TensorType:
 _TYPE = re.compile(r"([a-z]+\d*)\[(.*)\]\Z")
 
 
+@lru_cache(maxsize=1 << 14)
 def read_type(text: str) -> TensorType:
     """Reads `f32[T,576]`. Raises ValueError."""
     match = _TYPE.match(text)
@@ -361,7 +364,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Memory that outlives a step, such as `kv.3`: f32[P,2,heads,page,dim] with P pages (keys, then values)."""
+    """Memory that outlives a step, such as `kv.3`: f32[P,2,heads,page,dim] with P pages."""
 
     name: str
     type: TensorType

@@ -1,0 +1,117 @@
+"""Options that several commands take, and the two steps they share: get the plan, open it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flashrt.cli.terminal import progress
+from flashrt.errors import RequestError
+
+if TYPE_CHECKING:
+    from flashrt.compiler import CompileOptions, Stage
+    from flashrt.engine import LLM, Compiled
+
+TOKENS = 512  # of one step at most, unless --tokens says otherwise
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="a .gguf file, Hugging Face folder or repo id, .pt2, .logical, plan folder, or alias (smollm2)"
+    ),
+]
+Context = Annotated[
+    int | None, typer.Option(min=1, help="longest sequence, in tokens (default: what the model was made for)")
+]
+Tokens = Annotated[
+    int | None,
+    typer.Option(min=1, help=f"most tokens of one step; longer prompts run in chunks (default: {TOKENS})"),
+]
+Without = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--without",
+        metavar="PASS",
+        help="leave a performance pass out: prefetch, overlap, elide, pack or region (repeatable); "
+        "`--without region` runs every instruction by itself. Results stay the same",
+    ),
+]
+Devices = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--device",
+        metavar="ID",
+        help="where to run (repeatable): cpu:0; reference:0 is slow and defines the meaning; "
+        "null:0 only pretends (default: cpu:0)",
+    ),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="compile even if the cache has the plan")]
+Threads = Annotated[int | None, typer.Option(min=1, help="threads of the CPU team (default: one a core)")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def obtain(
+    model: str,
+    *,
+    context: int | None,
+    tokens: int | None,
+    without: list[str] | None,
+    device: list[str] | None,
+    fresh: bool = False,
+    on_stage: Callable[[Stage], None] = lambda stage: None,
+) -> Compiled:
+    """The plan: read from its folder or the cache, or compiled now behind a spinner."""
+    from flashrt import engine
+    from flashrt.frontend import models
+
+    options = _compile_options(context, tokens, without)
+    if models.find(model).kind == "plan":
+        given = {"--context": context, "--tokens": tokens, "--without": without, "--device": device}
+        refuse_for_plan(model, {**given, "--fresh": fresh})
+    with progress(f"compiling {model}") as say:
+
+        def passed(stage: Stage) -> None:
+            say(f"{stage.variant} {stage.name}")
+            on_stage(stage)
+
+        return engine.obtain(model, options, devices=device or ("cpu:0",), on_stage=passed, fresh=fresh)
+
+
+def _compile_options(context: int | None, tokens: int | None, without: list[str] | None) -> CompileOptions:
+    from flashrt.compiler import CompileOptions
+    from flashrt.passes.pipeline import check_names
+
+    names = tuple(sorted(set(without or ())))
+    check_names(names)
+    return CompileOptions(context=context, tokens=tokens or TOKENS, without=names)
+
+
+def refuse_for_plan(model: str, given: dict[str, object]) -> None:
+    """Raises RequestError for options that only compiling heeds: a plan has them fixed."""
+    if names := [name for name, value in given.items() if value]:
+        raise RequestError(
+            f"{model} is a plan: {', '.join(names)} can't change it any more",
+            hint="compile the model itself again with that option",
+        )
+
+
+def open_model(model: str, compiled: Compiled, threads: int | None) -> LLM:
+    """The model with weights loaded and kernels ready."""
+    from flashrt import engine
+
+    with progress("loading") as say:
+        llm = engine.LLM(
+            model,
+            plan=compiled.plan,
+            threads=threads,
+            on_progress=lambda kernel, done, of: say(f"kernel {done} of {of}, {kernel}"),
+        )
+        try:
+            say("weights")
+            llm.program.open()
+        except BaseException:
+            llm.close()
+            raise
+    return llm
