@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import platformdirs
 
 from flashrt import knobs, program
-from flashrt.backend import Backend, OpenDevice
+from flashrt.backend import Backend, BlockSource, OpenDevice
 from flashrt.compiler import CompileOptions, Stage, compile_model, plan_key
 from flashrt.errors import ModelError, PlanError, ProgramError, RequestError
 from flashrt.frontend import models
@@ -30,6 +31,7 @@ from flashrt.probes import snapshot
 from flashrt.program import Plan, Program
 
 Message = Mapping[str, str]
+Progress = Callable[[str, int, int], None]
 
 
 # ---- devices -----------------------------------------------------------------------
@@ -67,8 +69,10 @@ def machine_picture(devices: Sequence[str] = ("cpu:0",)) -> Machine:
 def _host_as(host: Machine, id: str) -> Device:
     kind = id.partition(":")[0]
     base = host.devices[0]
-    if kind in ("cpu", "reference", "null"):
-        return base if id == base.id else replace(base, id=id, kind=kind, name=f"{kind} on {base.name}")
+    if id == base.id:
+        return base
+    if kind in ("reference", "null") and id.partition(":")[2].isdecimal():
+        return replace(base, id=id, kind=kind, name=f"{kind} on {base.name}")
     raise PlanError(f"no device {id!r} here", hint=f"known: {base.id}, reference:N, null:N")
 
 
@@ -78,8 +82,20 @@ def measure(seconds: float = 0.5) -> Machine:
     return machine_picture()
 
 
-def open_plan(plan: Plan, *, pages: int = 0, threads: int | None = None, poison: bool = False) -> Program:
-    """Opens a plan on this machine. Raises ProgramError when it was made for another."""
+def open_plan(
+    plan: Plan,
+    *,
+    pages: int = 0,
+    threads: int | None = None,
+    source: BlockSource | None = None,
+    poison: bool = False,
+    on_progress: Progress | None = None,
+) -> Program:
+    """Opens a plan on this machine. Raises ProgramError when it was made for another.
+
+    source: where weights come from, in place of the plan's own.
+    on_progress: (kernel, done, of), called while kernels are made ready.
+    """
     used = {i.device for v in plan.variants for i in v.stream.instrs}
     opened: dict[str, OpenDevice] = {}
     backends: dict[str, Backend] = {}
@@ -87,9 +103,13 @@ def open_plan(plan: Plan, *, pages: int = 0, threads: int | None = None, poison:
         if spec.id in used:
             backend = backends.setdefault(spec.kind, _backend(spec.kind))
             _check_device(plan, spec, backend)
-            opened[spec.id] = backend.open(replace(spec, cores=threads) if threads else spec)
+            device = backend.open(replace(spec, cores=threads) if threads else spec)
+            if on_progress is not None and hasattr(device, "progress"):
+                device.progress = on_progress
+            opened[spec.id] = device
     host = _backend("reference").open(replace(plan.machine.devices[0], kind="reference", id="host"))
-    return Program(plan, opened, host, pages=pages, poison=poison or knobs.POISON.get())
+    poison = poison or knobs.POISON.get()
+    return Program(plan, opened, host, pages=pages, source=source, poison=poison)
 
 
 def _check_device(plan: Plan, spec: Device, backend: Backend) -> None:
@@ -134,15 +154,44 @@ def obtain(
     machine = machine_picture(devices)
     key = plan_key(source.identity(), options, machine)
     folder = cache_folder() / "plans" / key
-    if not fresh and (folder / program.MANIFEST).is_file():
+    if not fresh and (kept := _kept(folder)):
+        return kept
+    program.check_output(folder)
+    with _turn(folder):
+        # another process may have made it while this one waited
+        if not fresh and (kept := _kept(folder)):
+            return kept
+        plan = compile_model(
+            models.read_model(source, context=options.context), machine, options, key=key, on_stage=on_stage
+        )
+        return Compiled(program.save(plan, folder), cached=False)
+
+
+def _kept(folder: Path) -> Compiled | None:
+    """The plan in the cache; None when there is none, or it is damaged: then it is compiled anew."""
+    if not (folder / program.MANIFEST).is_file():
+        return None
+    try:
+        return Compiled(program.load(folder), cached=True)
+    except ProgramError:
+        return None
+
+
+@contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """One process at a time compiles for a folder of the cache; the others wait for what it makes."""
+    lock = folder.with_name(f".{folder.name}.lock")
+    with ExitStack() as held:
         try:
-            return Compiled(program.load(folder), cached=True)
-        except ProgramError:
-            pass  # a damaged cache entry is compiled again and replaced
-    plan = compile_model(
-        models.read_model(source, context=options.context), machine, options, key=key, on_stage=on_stage
-    )
-    return Compiled(program.save(plan, folder), cached=False)
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            lock.touch()
+            held.enter_context(program.locked(lock))
+        except OSError as error:
+            raise ProgramError(
+                f"the cache {folder.parent} can't be written: {error.strerror}",
+                hint=f"{knobs.CACHE.name}: {knobs.CACHE.meaning}",
+            ) from None
+        yield
 
 
 def seal(folder: Path) -> Plan:
@@ -201,6 +250,8 @@ class LLM:
         sequences: how many sequences may be in the cache at once, each up to the context length.
         threads: of the CPU team; None takes one per core.
         options, devices: as for `compile`.
+        plan: a plan of the model that is there already.
+        on_progress: as for `open_plan`.
     """
 
     def __init__(
@@ -212,6 +263,7 @@ class LLM:
         options: CompileOptions | None = None,
         devices: Sequence[str] = ("cpu:0",),
         plan: Plan | None = None,
+        on_progress: Progress | None = None,
     ) -> None:
         self.plan = plan or obtain(model, options or CompileOptions(), devices=devices).plan
         if self.plan.chat is None:
@@ -222,7 +274,7 @@ class LLM:
         self.chat = Chat(self.plan.chat)
         self.context = self.plan.chat.context
         pages = page_count(self.plan, self.context, sequences)
-        self.program = open_plan(self.plan, pages=pages, threads=threads)
+        self.program = open_plan(self.plan, pages=pages, threads=threads, on_progress=on_progress)
         most = max(s.hi for v in self.plan.variants for s in v.stream.symbols if s.name == "S")
         self.generator = Generator(
             self.program.call,

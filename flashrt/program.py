@@ -10,19 +10,23 @@
     PLAN/tokenizer.json, chat.json   for a language model
 
 A plan is written under a temporary name and renamed, so a killed compile leaves
-no broken plan. Running one needs neither torch nor transformers.
+no broken plan; what it leaves is swept up by the next one. Processes that write
+the same plan take turns. Running a plan needs neither torch nor transformers.
 """
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import io
 import json
 import os
+import secrets
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +34,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from flashrt import knobs
 from flashrt.backend import BlockSource, OpenDevice
 from flashrt.errors import ProgramError, RequestError
 from flashrt.frontend.imported import ChatFacts
@@ -67,6 +72,7 @@ class Plan:
 
     key: identifies model, options, machine and code; two equal keys are the same plan.
     options: what the user asked for, as text, for `explain`.
+    folder: where it lies on disk; None while it is in memory only.
     """
 
     name: str
@@ -80,6 +86,7 @@ class Plan:
     constants: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
     chat: ChatFacts | None = None
     packed: Path | None = None
+    folder: Path | None = field(default=None, compare=False)
 
     @property
     def inputs(self) -> dict[str, TensorType]:
@@ -96,14 +103,13 @@ class Plan:
 def save(plan: Plan, folder: Path, *, pack: bool = False) -> Plan:
     """Writes a plan folder, replacing a plan that is there. Returns the plan as it is on disk.
 
+    pack: copy the weights into it; a packed plan stays packed.
+
     Raises:
         ProgramError: the place holds something that isn't a plan, can't be written, or is full.
     """
-    folder = folder.absolute()
-    if folder.exists() and not (folder / MANIFEST).is_file():
-        raise ProgramError(
-            f"{folder} exists and isn't a plan", hint="choose another output folder or remove this one"
-        )
+    folder, pack = folder.expanduser().absolute(), pack or plan.packed is not None
+    check_output(folder)
     with _renamed_when_done(folder) as temporary:
         files = dict(_files(plan))
         for name, data in files.items():
@@ -115,25 +121,81 @@ def save(plan: Plan, folder: Path, *, pack: bool = False) -> Plan:
     return load(folder)
 
 
+def check_output(folder: Path) -> None:
+    """Looks whether a plan can be written there, before work is spent on one. Raises ProgramError."""
+    folder = folder.expanduser().absolute()
+    if folder.exists() and not (folder / MANIFEST).is_file():
+        raise ProgramError(
+            f"{folder} exists and isn't a plan", hint="choose another output folder or remove this one"
+        )
+    above = next(p for p in folder.parents if p.exists())
+    if not above.is_dir():
+        raise _unwritable(folder, f"{above} isn't a folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise _unwritable(folder, f"{above} is read-only")
+
+
+def _unwritable(folder: Path, why: str) -> ProgramError:
+    return ProgramError(
+        f"can't write {folder}: {why}",
+        hint=f"choose a writable folder with enough space: -o FOLDER, or {knobs.CACHE.name} for the cache",
+    )
+
+
 @contextmanager
 def _renamed_when_done(folder: Path) -> Iterator[Path]:
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    """A temporary folder beside `folder` that takes its place at the end, or goes when anything fails.
+
+    It is locked while it is written: one that isn't was left by a process that was killed.
+    """
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    held = -1
     try:
-        try:
-            temporary.mkdir(parents=True)
-            yield temporary
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with locked(folder.parent):
+            _sweep(folder)
+            temporary.mkdir()
+            held = os.open(temporary, os.O_RDONLY)
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield temporary
+        with locked(folder.parent):
             _swap(temporary, folder)
-        except OSError as error:
-            raise ProgramError(
-                f"can't write {folder}: {error.strerror or error}",
-                hint="choose a writable folder with enough space: flashrt compile MODEL -o FOLDER",
-            ) from None
+    except OSError as error:
+        raise _unwritable(folder, error.strerror or str(error)) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if held >= 0:
+            os.close(held)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keeps other processes (and threads) that ask for the same file or folder waiting.
+
+    The kernel gives it free when the process dies. Raises OSError when the path can't be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what killed processes left of the plan at `folder`."""
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
+        with suppress(OSError):
+            descriptor = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+            finally:
+                os.close(descriptor)
 
 
 def _swap(temporary: Path, folder: Path) -> None:
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    old = temporary.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     if folder.exists():
         folder.rename(old)
     temporary.rename(folder)
@@ -157,7 +219,7 @@ def _files(plan: Plan) -> Iterator[tuple[str, bytes]]:
 
 
 def _manifest(plan: Plan, files: Mapping[str, bytes], *, packed: bool) -> dict[str, Any]:
-    return {
+    facts = {
         "format": FORMAT,
         "flashrt": plan.version,
         "name": plan.name,
@@ -168,6 +230,11 @@ def _manifest(plan: Plan, files: Mapping[str, bytes], *, packed: bool) -> dict[s
         "variants": [{"name": v.name, "lo": v.lo, "hi": v.hi} for v in plan.variants],
         "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
     }
+    return {**facts, "sha256": _digest(facts)}
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _blocks(plan: Plan) -> dict[str, Any]:
@@ -214,6 +281,7 @@ def load(folder: Path, *, edited: bool = False) -> Plan:
             constants=read.arrays("constants.npz"),
             chat=chat,
             packed=folder / "weights.bin" if manifest["packed"] else None,
+            folder=folder,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _corrupt(folder, MANIFEST, repr(error)) from None
@@ -227,8 +295,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} isn't a plan: no {MANIFEST} in it", hint="flashrt compile MODEL -o PLAN"
         )
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(path.read_text("utf-8"))
         found = manifest["format"]
+    except OSError as error:
+        raise ProgramError(f"{path} can't be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise _corrupt(folder, MANIFEST, "it doesn't parse") from None
     if found != FORMAT:
@@ -237,6 +307,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             hint="compile it again: flashrt compile MODEL -o PLAN",
         )
     assert isinstance(manifest, dict)
+    if manifest.pop("sha256", None) != _digest(manifest):
+        raise _corrupt(folder, MANIFEST, "its content isn't what was written")
     return manifest
 
 

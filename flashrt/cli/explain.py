@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from flashrt.cli.compile import estimate
+from flashrt.cli.options import Context, Devices, Fresh, Json, Model, Tokens, Without, obtain
+from flashrt.cli.terminal import micros, show, size, table
 
-from flashrt.cli.terminal import micros, out, size
-from flashrt.ir import physical
-from flashrt.ir.types import evaluate
-from flashrt.program import Plan, Variant
+if TYPE_CHECKING:
+    from flashrt.ir import physical
+    from flashrt.program import Plan, Variant
+
+SHOWN = 8  # names of a list in a line of text
+
+
+def explain(
+    model: Model,
+    context: Context = None,
+    tokens: Tokens = None,
+    without: Without = None,
+    device: Devices = None,
+    fresh: Fresh = False,
+    as_json: Json = False,
+) -> None:
+    """Shows the plan with the cost and the cause of every placement; loads no weights."""
+    compiled = obtain(model, context=context, tokens=tokens, without=without, device=device, fresh=fresh)
+    facts = explanation(compiled.plan)
+    if as_json:
+        sys.stdout.write(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    else:
+        _print(facts)
 
 
 def explanation(plan: Plan) -> dict[str, Any]:
-    """The plan as data: machine, budgets, and every node with device, estimate, bytes and cause."""
+    """The plan as data: machine, budgets, and every node with device, estimate, bytes and cause.
+
+    Of a variant, `estimate_us` is what a step takes; `nodes_us` is the sum over its nodes as they were
+    placed, before the performance passes.
+    """
     return {
         "name": plan.name,
         "devices": [
@@ -26,14 +53,16 @@ def explanation(plan: Plan) -> dict[str, Any]:
 
 
 def _variant(variant: Variant) -> dict[str, Any]:
-    graph = variant.physical
-    env = {s.name: s.hint for s in graph.symbols}
+    from flashrt.ir.show import typical
+
+    graph, env = variant.physical, dict(typical(variant.physical))
     nodes = [_node(n, env) for n in graph.nodes]
     return {
         "name": variant.name,
         "tokens": [variant.lo, variant.hi],
         "at": env,
-        "estimate_us": sum(n["estimate_us"] for n in nodes),
+        "estimate_us": estimate(variant),
+        "nodes_us": sum(n["estimate_us"] for n in nodes),
         "budgets": [
             {"device": b.device, "limit": b.limit, "weights": b.weights, "state": b.state,
              "activations": b.activations}
@@ -45,6 +74,8 @@ def _variant(variant: Variant) -> dict[str, Any]:
 
 
 def _node(node: physical.Node, env: dict[str, int]) -> dict[str, Any]:
+    from flashrt.ir.types import evaluate
+
     return {
         "name": node.name,
         "op": node.op,
@@ -57,58 +88,60 @@ def _node(node: physical.Node, env: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def print_explanation(facts: dict[str, Any]) -> None:
-    """The same for a person: nodes that differ only in their layer number are one line."""
+# ---- for a person ------------------------------------------------------------------
+def _print(facts: dict[str, Any]) -> None:
     for device in facts["devices"]:
-        out.print(
-            f"{device['id']}  {device['name']}, "
-            f"reads {device['read_gb_per_s']:.1f} GB/s ({device['read_is']})",
-            soft_wrap=True,
-        )
+        rate = f"reads {device['read_gb_per_s']:.1f} GB/s ({device['read_is']})"
+        show(f"{device['id']}  {device['name']}, {rate}")
     for variant in facts["variants"]:
+        show("")
         _print_variant(variant)
 
 
 def _print_variant(variant: dict[str, Any]) -> None:
-    at = ", ".join(f"{k}={variant['at'][k]}" for k in ("T", "C") if k in variant["at"])
+    """One line for nodes that differ only in their layer; columns that would say the same everywhere go."""
+    groups = _alike(variant["nodes"])
+    causes = {because: _letter(at) for at, because in enumerate(dict.fromkeys(b for _, _, b in groups))}
+    devices = {device for _, device, _ in groups}
+    total = variant["nodes_us"] or 1.0
+    columns = ["node", "device", "cause", "count", "estimate", "share", "bytes"]
+    rows = []
+    for (name, device, because), nodes in groups.items():
+        cost = sum(n["estimate_us"] for n in nodes)
+        moved = size(sum(n["bytes"] for n in nodes))
+        rows.append(
+            [name, device, causes[because], str(len(nodes)), micros(cost), f"{cost / total:.1%}", moved]
+        )
+    dropped = [1] * (len(devices) == 1) + [2] * (len(causes) == 1)
+    kept = [i for i in range(len(columns)) if i not in dropped]
+    show(table(_title(variant), [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]))
+    if len(causes) == 1:
+        show(f"cause: {next(iter(causes))}")
+    else:
+        for because, letter in causes.items():
+            show(f"cause {letter}: {because}")
+    _print_sums(variant)
+
+
+def _title(variant: dict[str, Any]) -> str:
     lo, hi = variant["tokens"]
-    out.print()
-    title = f"{variant['name']}: steps of {lo}…{hi} tokens" if hi else variant["name"]
-    table = Table(title=f"{title}, {micros(variant['estimate_us'])} at {at}", title_justify="left")
-    table.add_column("nodes", no_wrap=True)
-    for name in ("device", "cause"):
-        table.add_column(name)
-    for name in ("count", "estimate", "share", "moves"):
-        table.add_column(name, justify="right", no_wrap=True)
-    total = variant["estimate_us"] or 1.0
-    causes: dict[str, str] = {}
-    for (name, because), group in _alike(variant["nodes"]).items():
-        letter = causes.setdefault(because, _letter(len(causes)))
-        cost = sum(n["estimate_us"] for n in group)
-        table.add_row(
-            name,
-            group[0]["device"],
-            letter,
-            str(len(group)),
-            micros(cost),
-            f"{cost / total:.1%}",
-            size(sum(n["bytes"] for n in group)),
-        )
-    out.print(table)
-    for because, letter in causes.items():
-        out.print(f"{letter}: {because}", soft_wrap=True)
+    steps = f"{variant['name']}, steps of {lo}…{hi} tokens" if hi else variant["name"]
+    at = ", ".join(f"{k}={variant['at'][k]}" for k in ("T", "C") if k in variant["at"])
+    return f"{steps}: {micros(variant['estimate_us'])}" + (f" at {at}" if at else "")
+
+
+def _print_sums(variant: dict[str, Any]) -> None:
+    placed, after = variant["nodes_us"], variant["estimate_us"]
+    if abs(placed - after) > 0.005 * placed:
+        show(f"nodes {micros(placed)}, after the performance passes {micros(after)}")
     for budget in variant["budgets"]:
-        out.print(
+        show(
             f"{budget['device']}: weights {size(budget['weights'])}, state {size(budget['state'])}, "
-            f"activations {size(budget['activations'])} of {size(budget['limit'])}",
-            soft_wrap=True,
+            f"activations {size(budget['activations'])} of {size(budget['limit'])}"
         )
-    if variant["host_rows"]:
-        out.print(
-            f"on the reference implementation (slow): {', '.join(variant['host_rows'][:8])}"
-            + (" …" if len(variant["host_rows"]) > 8 else ""),
-            soft_wrap=True,
-        )
+    if rows := variant["host_rows"]:
+        more = " …" if len(rows) > SHOWN else ""
+        show(f"on the reference implementation (slow): {', '.join(rows[:SHOWN])}{more}")
 
 
 def _letter(index: int) -> str:
@@ -117,10 +150,10 @@ def _letter(index: int) -> str:
     return (_letter(first - 1) if first else "") + chr(ord("a") + last)
 
 
-def _alike(nodes: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Nodes that differ only in their layer number and have one cause, in order."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+def _alike(nodes: list[dict[str, Any]]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    """Nodes of one device and one cause that differ only in their layer number, in order."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for node in nodes:
-        key = (re.sub(r"\.\d+\.", ".*.", node["name"]), node["because"])
+        key = (re.sub(r"\.\d+\.", ".*.", node["name"]), node["device"], node["because"])
         groups.setdefault(key, []).append(node)
     return groups

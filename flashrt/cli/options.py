@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -88,7 +88,7 @@ def _compile_options(context: int | None, tokens: int | None, without: list[str]
     return CompileOptions(context=context, tokens=tokens or TOKENS, without=names)
 
 
-def refuse_for_plan(model: str, given: dict[str, object]) -> None:
+def refuse_for_plan(model: str, given: Mapping[str, object]) -> None:
     """Raises RequestError for options that only compiling heeds: a plan has them fixed."""
     if names := [name for name, value in given.items() if value]:
         raise RequestError(

@@ -5,19 +5,22 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from flashrt.cli.main import Context, Devices, Model, Threads, Tokens, Without, _obtain, _open, _options
-from flashrt.cli.terminal import micros, out, progress, run, size
+from flashrt.cli.options import Context, Devices, Fresh, Model, Threads, Tokens, Without, obtain, open_model
+from flashrt.cli.terminal import Command, console, micros, progress, say, show, size, table
+from flashrt.errors import RequestError
 
 if TYPE_CHECKING:
-    from flashrt.profiler.report import Account, Row
+    from flashrt.engine import LLM
+    from flashrt.profiler.report import Account, Phase, Row
     from flashrt.runtime.trace import StepTrace
+
+WIDE = 110  # columns from which the table has all of its own
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -39,106 +42,123 @@ class Form(StrEnum):
     perfetto = "perfetto"
 
 
-@app.command()
+@app.command(cls=Command)
 def profile(
     model: Model,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="what to answer while measuring")],
     by: Annotated[By, typer.Option(help="what one line stands for")] = By.kernel,
-    form: Annotated[Form, typer.Option("--format", help="how the result is printed")] = Form.table,
+    form: Annotated[
+        Form,
+        typer.Option(
+            "--format", help="how the result is printed; perfetto: a trace for https://ui.perfetto.dev"
+        ),
+    ] = Form.table,
     prefill: Annotated[bool, typer.Option("--prefill", help="only steps that read the prompt")] = False,
     decode: Annotated[bool, typer.Option("--decode", help="only steps that generate")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
-    max_tokens: Annotated[int, typer.Option(help="most tokens to generate")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="how many tokens to generate")] = 64,
     top: Annotated[int, typer.Option(min=1, help="lines of the table")] = 30,
     context: Context = None,
-    tokens: Tokens = 512,
+    tokens: Tokens = None,
     threads: Threads = None,
     without: Without = None,
     device: Devices = None,
+    fresh: Fresh = False,
 ) -> None:
     """Runs a prompt and reports the time of each instruction, kernel or layer.
 
     The figures come from stamps that every instruction takes while it runs. Rates are
-    compared with the device's read bandwidth and f32 rate (measure them with
-    `flashrt devices --measure`).
+    compared with the device's read bandwidth and matrix rate (measure them with
+    `flashrt devices --measure`). A table, CSV or JSON has times in microseconds.
     """
-    from flashrt.errors import RequestError
-    from flashrt.llm.request import Sampling
     from flashrt.profiler import report
-    from flashrt.runtime.trace import Trace
 
     if prefill and decode:
-        raise typer.BadParameter("--prefill and --decode exclude each other; leave both out for all steps")
-    compiled = _obtain(model, _options(context, tokens, without), device)
-    with _open(model, compiled, threads) as llm, progress("running"):
-        # once unmeasured: page tables, caches and threads are warm afterwards
-        llm.generate(prompt, raw=raw, sampling=Sampling(max_tokens=min(max_tokens, 4), ignore_eos=True))
-        llm.program.trace = Trace()
-        llm.generate(prompt, raw=raw, sampling=Sampling(max_tokens=max_tokens, ignore_eos=True))
-        steps = llm.program.trace.steps
-        machine = llm.plan.machine
+        raise RequestError("--prefill and --decode exclude each other", hint="leave both out for all steps")
+    phase: Phase = "prefill" if prefill else "decode" if decode else "all"
+    compiled = obtain(model, context=context, tokens=tokens, without=without, device=device, fresh=fresh)
+    with open_model(model, compiled, threads) as llm, progress("running"):
+        steps = report.of_phase(_recorded(llm, prompt, max_tokens, raw=raw), phase)
         streams = {v.name: v.stream for v in llm.plan.variants}
-    phase: Any = "prefill" if prefill else "decode" if decode else "all"
-    chosen = report.of_phase(steps, phase)
-    if not chosen:
+    if not steps:
         raise RequestError(f"no {phase} step ran", hint="a longer prompt prefills, more --max-tokens decode")
-    table = report.rows(chosen, streams, machine, by.value)
-    account = report.account(chosen, streams)
+    rows = report.rows(steps, streams, llm.plan.machine, by.value)
+    account = report.account(steps, streams)
     match form:
         case Form.table:
-            _print_table(table, account, by, top, phase)
+            _print(f"{llm.plan.name}, {phase} steps, by {by.value}", by, rows, account, top)
         case Form.csv:
-            _write_csv(table)
+            writer = csv.DictWriter(sys.stdout, [f.name for f in fields(report.Row)], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(asdict(r) for r in rows)
         case Form.json:
-            facts = {"phase": phase, "account": asdict(account), "rows": [asdict(r) for r in table]}
+            facts = {"phase": phase, "account": asdict(account), "rows": [asdict(r) for r in rows]}
             sys.stdout.write(json.dumps(facts, indent=1) + "\n")
         case Form.perfetto:
-            _write_perfetto(chosen, streams)
+            json.dump(report.perfetto(steps, streams), sys.stdout)
+            sys.stdout.write("\n")
 
 
-def _write_perfetto(steps: list[StepTrace], streams: Any) -> None:
-    from flashrt.profiler import report
+def _recorded(llm: LLM, prompt: str, max_tokens: int, *, raw: bool) -> list[StepTrace]:
+    """The steps of one answer. One before isn't recorded: page tables, caches and threads are warm then."""
+    from flashrt.llm.request import Sampling
+    from flashrt.runtime.trace import Trace
 
-    json.dump(report.perfetto(steps, streams), sys.stdout)
-    sys.stdout.write("\n")
-
-
-def _write_csv(table: list[Row]) -> None:
-    if table:
-        writer = csv.DictWriter(sys.stdout, fieldnames=list(asdict(table[0])))
-        writer.writeheader()
-        writer.writerows(asdict(r) for r in table)
+    llm.generate(prompt, raw=raw, sampling=Sampling(max_tokens=min(max_tokens, 4), ignore_eos=True))
+    llm.program.trace = Trace()
+    llm.generate(prompt, raw=raw, sampling=Sampling(max_tokens=max_tokens, ignore_eos=True))
+    return llm.program.trace.steps
 
 
-def _print_table(rows: list[Row], account: Account, by: By, top: int, phase: str) -> None:
-    title = f"{account.count} steps ({phase}), by {by.value}; times over all of them"
-    table = Table(title=title, title_justify="left")
-    for name in (by.value, "count", "total", "%", "mean", "P50", "P99", "waiting", "moved", "GB/s",
-                 "of limit", "estimate"):  # fmt: skip
-        table.add_column(name, justify="left" if name == by.value else "right")
-    for r in rows[:top]:
-        table.add_row(
-            r.name, str(r.count), micros(r.total), f"{r.total / account.steps:.1%}", micros(r.mean),
-            micros(r.p50), micros(r.p99), micros(r.waiting), size(r.bytes), f"{r.gb_per_s:.1f}",
-            f"{r.share:.0%}", micros(r.estimate),
-        )  # fmt: skip
-    out.print(table)
+# ---- for a person ------------------------------------------------------------------
+NARROW = ("count", "total", "share", "mean", "P99", "GB/s", "limit", "estimate")
+
+
+def _print(title: str, by: By, rows: list[Row], account: Account, top: int) -> None:
+    several = len({r.device for r in rows}) > 1
+    cells = [_cells(r, account) for r in rows[:top]]
+    wide = console().width >= WIDE
+    columns = [c for c in cells[0] if wide or c in NARROW]
+    names = [f"{r.name} @{r.device}" if several else r.name for r in rows[:top]]
+    show(
+        table(
+            f"{title}: {account.count} steps of {micros(account.steps / account.count)} on average",
+            [by.value, *columns],
+            [[name, *(c[k] for k in columns)] for name, c in zip(names, cells, strict=True)],
+        )
+    )
     if len(rows) > top:
         rest = sum(r.total for r in rows[top:])
-        out.print(f"and {len(rows) - top} more lines, {micros(rest)} in total (--top N shows more)")
+        show(f"and {len(rows) - top} more lines, {micros(rest)} in total (--top N shows more)")
     for lane in account.lanes:
-        out.print(
+        show(
             f"{lane.name}: busy {micros(lane.busy)} + waiting {micros(lane.waiting)} + "
-            f"rest {micros(lane.rest)} = {micros(account.steps)} inside steps",
-            soft_wrap=True,
+            f"rest {micros(lane.rest)} = {micros(account.steps)} inside steps"
         )
-    out.print(
+    show(
         f"wall {micros(account.wall)} = {micros(account.steps)} inside steps + "
-        f"{micros(account.between)} between them (scheduling, text)",
-        soft_wrap=True,
+        f"{micros(account.between)} between them (scheduling, text)"
     )
+    if not wide:
+        say(f"{WIDE} columns show P50, waiting and bytes as well; so do --format csv and json", "dim")
+
+
+def _cells(row: Row, account: Account) -> dict[str, str]:
+    return {
+        "count": f"{row.count:,}",
+        "total": micros(row.total),
+        "share": f"{row.total / account.steps:.1%}",
+        "mean": micros(row.mean),
+        "P50": micros(row.p50),
+        "P99": micros(row.p99),
+        "waiting": micros(row.waiting),
+        "bytes": size(row.bytes),
+        "GB/s": f"{row.gb_per_s:.1f}",
+        "limit": f"{row.share:.0%}",
+        "estimate": micros(row.estimate),
+    }
 
 
 def main() -> None:
     """The entry point of `flash-profiler`."""
-    run(app)
+    app()

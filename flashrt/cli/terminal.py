@@ -115,7 +115,9 @@ def say(what: str | Text, style: str = "") -> None:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A light table: the first column is a name, the others are figures."""
-    made = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(
+        title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for at, column in enumerate(columns):
         made.add_column(Text(column), justify="right" if at else "left", no_wrap=bool(at), overflow="fold")
     for row in rows:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import re
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +28,14 @@ READERS = {
     "export": ("flashrt.frontend.export", "load_export"),
     "logical": ("flashrt.frontend.logical_file", "load_logical"),
 }
+SUFFIXES = (
+    ".gguf",
+    ".pt2",
+    ".logical",
+    ".onnx",
+    ".safetensors",
+)  # no repo id ends so: a path that isn't there
+_REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # org/name; a name may have dots: Qwen2.5-0.5B
 KNOWN = (
     "known: a .gguf file, a Hugging Face folder (config.json, *.safetensors, tokenizer.json) or repo id "
     f"(org/name), a .pt2 program, a .logical file, a plan folder, or an alias ({', '.join(ALIASES)})"
@@ -59,7 +68,7 @@ def find(model: str) -> Source:
         return Source(_kind_of_folder(path), str(path))
     if path.is_file():
         return Source(_kind_of_file(path), str(path))
-    if model.count("/") == 1 and not path.suffix and not model.startswith((".", "/", "~")):
+    if _REPO.fullmatch(model) and path.suffix not in SUFFIXES:
         return Source("repo", model)
     raise ModelError(f"no such model: {model}", hint=KNOWN)
 

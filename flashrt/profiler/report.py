@@ -20,14 +20,19 @@ from flashrt.runtime.trace import StepTrace
 
 By = Literal["instruction", "kernel", "layer"]
 Phase = Literal["all", "prefill", "decode"]
+Streams = Mapping[str, micro.Stream]  # by variant
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. Times in microseconds; share is of the device's bandwidth or matrix rate,
-    whichever it comes closer to; estimate is what the plan predicted in total."""
+    """One line of the table. Times in microseconds.
+
+    total, mean, p50, p99: of running, waiting not included. estimate: what the plan predicted in total.
+    share: of what the device can do, whichever of bandwidth and matrix rate it comes closer to, 0…1.
+    """
 
     name: str
+    device: str
     count: int
     total: float
     mean: float
@@ -42,7 +47,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One lane's account over all steps, in microseconds: busy + waiting + rest = wall."""
+    """One lane's account over all steps, in microseconds: busy + waiting + rest = time inside steps.
+
+    rest: no instruction ran and none waited: starting, gaps between launches, the end of the step.
+    """
 
     name: str
     busy: float
@@ -52,8 +60,11 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """wall: first step's begin to last step's end. steps: time inside steps. between: host time between
-    steps (scheduling, sampling parameters, detokenising). All in microseconds."""
+    """wall = steps + between, in microseconds.
+
+    wall: first step's begin to last step's end. steps: time inside steps. between: host time between
+    steps (scheduling, sampling parameters, detokenising).
+    """
 
     count: int
     wall: float
@@ -69,18 +80,20 @@ def of_phase(steps: Sequence[StepTrace], phase: Phase) -> list[StepTrace]:
     return [s for s in steps if (s.env.get("T", 0) > s.env.get("S", 0)) == (phase == "prefill")]
 
 
-def rows(
-    steps: Sequence[StepTrace], streams: Mapping[str, micro.Stream], machine: Machine, by: By
-) -> list[Row]:
-    """The table, most expensive first."""
-    groups: dict[str, list[_Sample]] = {}
+# ---- rows --------------------------------------------------------------------------
+def rows(steps: Sequence[StepTrace], streams: Streams, machine: Machine, by: By) -> list[Row]:
+    """The table, most expensive first; a device's rows are its own."""
+    groups: dict[tuple[str, str], list[_Sample]] = {}
     for sample in _samples(steps, streams, machine):
-        groups.setdefault(_KEYS[by](sample.instr), []).append(sample)
-    return sorted((_row(name, group) for name, group in groups.items()), key=lambda r: -r.total)
+        groups.setdefault((_KEYS[by](sample.instr), sample.instr.device), []).append(sample)
+    table = [_row(name, device, group) for (name, device), group in groups.items()]
+    return sorted(table, key=lambda r: -r.total)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
+    """One run of one instruction; times in microseconds."""
+
     instr: micro.Instr
     time: float
     waiting: float
@@ -89,27 +102,28 @@ class _Sample:
     estimate: float
 
 
-def _samples(
-    steps: Sequence[StepTrace], streams: Mapping[str, micro.Stream], machine: Machine
-) -> Iterator[_Sample]:
+def _samples(steps: Sequence[StepTrace], streams: Streams, machine: Machine) -> Iterator[_Sample]:
     for step in steps:
-        for instr, (arrived, started, ended) in zip(
-            streams[step.variant].instrs, step.stamps.tolist(), strict=True
-        ):
-            if not ended:
-                continue
+        for instr, arrived, started, ended in _ran(step, streams):
             time = (ended - started) / 1e3
             moved = float(evaluate(getattr(instr, "bytes", 0), step.env))
             flops = float(evaluate(getattr(instr, "flops", 0), step.env))
-            device = machine.device(instr.device)
             yield _Sample(
                 instr,
                 time,
                 (started - arrived) / 1e3,
                 moved,
-                _share(device, moved, flops, time),
+                _share(machine.device(instr.device), moved, flops, time),
                 float(evaluate(instr.est, step.env)),
             )
+
+
+def _ran(step: StepTrace, streams: Streams) -> Iterator[tuple[micro.Instr, int, int, int]]:
+    """(instruction, arrived, started, ended) of what ran in the step, in nanoseconds."""
+    instrs = streams[step.variant].instrs
+    for instr, (arrived, started, ended) in zip(instrs, step.stamps.tolist(), strict=True):
+        if ended:
+            yield instr, arrived, started, ended
 
 
 def _share(device: Device, moved: float, flops: float, time: float) -> float:
@@ -120,11 +134,12 @@ def _share(device: Device, moved: float, flops: float, time: float) -> float:
     return max(moved / device.read.value, matrix) / (time / 1e6)
 
 
-def _row(name: str, group: Sequence[_Sample]) -> Row:
+def _row(name: str, device: str, group: Sequence[_Sample]) -> Row:
     times = np.array([s.time for s in group])
     total, moved = float(times.sum()), sum(s.bytes for s in group)
     return Row(
         name=name,
+        device=device,
         count=len(group),
         total=total,
         mean=float(times.mean()),
@@ -154,16 +169,15 @@ _KEYS: Mapping[str, Callable[[micro.Instr], str]] = {
 }
 
 
-def account(steps: Sequence[StepTrace], streams: Mapping[str, micro.Stream]) -> Account:
-    """Where the wall time went. `steps` are consecutive."""
+# ---- account -----------------------------------------------------------------------
+def account(steps: Sequence[StepTrace], streams: Streams) -> Account:
+    """Where the wall time went. `steps` are consecutive, one or more."""
     inside = sum(s.ended - s.begun for s in steps) / 1e3
-    wall = (steps[-1].ended - steps[0].begun) / 1e3 if steps else 0.0
+    wall = (steps[-1].ended - steps[0].begun) / 1e3
     busy: dict[str, float] = {}
     waiting: dict[str, float] = {}
     for step in steps:
-        for instr, (arrived, started, ended) in zip(
-            streams[step.variant].instrs, step.stamps.tolist(), strict=True
-        ):
+        for instr, arrived, started, ended in _ran(step, streams):
             lane = f"{instr.device} {instr.lane}"
             busy[lane] = busy.get(lane, 0.0) + (ended - started) / 1e3
             waiting[lane] = waiting.get(lane, 0.0) + (started - arrived) / 1e3
@@ -171,30 +185,52 @@ def account(steps: Sequence[StepTrace], streams: Mapping[str, micro.Stream]) -> 
     return Account(len(steps), wall, inside, wall - inside, lanes)
 
 
-def perfetto(steps: Sequence[StepTrace], streams: Mapping[str, micro.Stream]) -> dict[str, Any]:
+# ---- Perfetto ----------------------------------------------------------------------
+def perfetto(steps: Sequence[StepTrace], streams: Streams) -> dict[str, Any]:
     """The trace in the Trace Event Format that Perfetto and chrome://tracing open.
 
+    A device is a process, a lane a thread; the steps have a process of their own. Waits under a
+    microsecond are left out.
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (complete events, µs)
     """
+    tracks = _Tracks()
+    zero = steps[0].begun if steps else 0
     events: list[dict[str, Any]] = []
-    start = steps[0].begun if steps else 0
+
+    def add(name: str, track: tuple[str, str], begun: int, ended: int, facts: Mapping[str, Any]) -> None:
+        pid, tid = tracks.number(*track)
+        events.append(
+            {
+                "name": name, "ph": "X", "pid": pid, "tid": tid,
+                "ts": (begun - zero) / 1e3, "dur": (ended - begun) / 1e3, "args": dict(facts),
+            }
+        )  # fmt: skip
+
     for step in steps:
-        events.append(_event("step", "runtime", "steps", step.begun, step.ended, start, dict(step.env)))
-        for instr, (arrived, started, ended) in zip(
-            streams[step.variant].instrs, step.stamps.tolist(), strict=True
-        ):
+        add(f"step {step.epoch} ({step.variant})", ("runtime", "steps"), step.begun, step.ended, step.env)
+        for instr, arrived, started, ended in _ran(step, streams):
+            lane = (instr.device, instr.lane)
             if started - arrived > 1000:
-                events.append(_event("wait", instr.device, instr.lane, arrived, started, start, {}))
-            if ended:
-                facts = {"node": instr.node, "estimate_us": float(evaluate(instr.est, step.env))}
-                events.append(_event(_kernel(instr), instr.device, instr.lane, started, ended, start, facts))
-    return {"traceEvents": events, "displayTimeUnit": "ns"}
+                add("wait", lane, arrived, started, {"ticks": [w.tick for w in instr.waits]})
+            estimate = float(evaluate(instr.est, step.env))
+            add(_kernel(instr), lane, started, ended, {"node": instr.node, "estimate_us": estimate})
+    return {"traceEvents": [*tracks.names(), *events], "displayTimeUnit": "ns"}
 
 
-def _event(
-    name: str, device: str, lane: str, begun: int, ended: int, zero: int, facts: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "name": name, "ph": "X", "pid": device, "tid": lane, "args": facts,
-        "ts": (begun - zero) / 1e3, "dur": (ended - begun) / 1e3,
-    }  # fmt: skip
+class _Tracks:
+    """Numbers for devices and lanes, and the events that give them their names."""
+
+    def __init__(self) -> None:
+        self._devices: dict[str, dict[str, int]] = {}
+
+    def number(self, device: str, lane: str) -> tuple[int, int]:
+        """(process, thread), both from 1."""
+        lanes = self._devices.setdefault(device, {})
+        tid = lanes.setdefault(lane, len(lanes) + 1)
+        return list(self._devices).index(device) + 1, tid
+
+    def names(self) -> Iterator[dict[str, Any]]:
+        for pid, (device, lanes) in enumerate(self._devices.items(), 1):
+            yield {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": device}}
+            for lane, tid in lanes.items():
+                yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": lane}}

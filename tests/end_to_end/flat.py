@@ -1,4 +1,4 @@
-"""Drives a language model's program by hand: flat steps of several sequences with given tokens."""
+"""Drives a language model's program by hand: steps with given tokens, or generation that keeps the logits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashrt.ir.ops import PAGE
+from flashrt.llm.generate import Generator
 from flashrt.llm.kv import pages_for
+from flashrt.llm.request import Request, Sampling
 from flashrt.llm.scheduler import history_size
 from flashrt.program import Program
 
 F32 = NDArray[np.float32]
 Part = tuple[str, int]  # a sequence, and how many of its next tokens the step computes
+Generated = dict[str, tuple[tuple[int, ...], F32]]
+
+
+def generate(generator: Generator, prompts: Mapping[str, Sequence[int]], how: Sampling) -> Generated:
+    """Runs the prompts together: tokens drawn for each, and logits [tokens, V] they were drawn from."""
+    for name, ids in prompts.items():
+        generator.add(Request(name, tuple(ids), how, logits=True))
+    drawn: dict[str, list[int]] = {name: [] for name in prompts}
+    logits: dict[str, list[F32]] = {name: [] for name in prompts}
+    while not generator.idle:
+        for event in generator.step():
+            assert event.token is not None and event.logits is not None
+            drawn[event.request].append(event.token)
+            logits[event.request].append(event.logits)
+    assert generator.pool.used == 0, "a finished request kept its pages"
+    return {name: (tuple(drawn[name]), np.stack(logits[name])) for name in prompts}
+
+
+def assert_same_bits(got: Generated, want: Generated) -> None:
+    """Each generation of `got` is how that of `want` begins, bit for bit."""
+    for name, (tokens, logits) in got.items():
+        assert tokens == want[name][0][: len(tokens)], name
+        differ = np.abs(logits - want[name][1][: len(tokens)])
+        assert logits.tobytes() == want[name][1][: len(tokens)].tobytes(), f"{name}: up to {differ.max():.1e}"
 
 
 class Flat:
