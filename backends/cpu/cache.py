@@ -31,7 +31,7 @@ import llvmlite.binding as llvm
 import platformdirs
 
 from flashrt import knobs, layouts
-from flashrt.backends.cpu.kernels import KERNELS
+from flashrt.backends.cpu.kernels import KERNELS, candidates
 from flashrt.errors import DeviceError
 from flashrt.ir import ops
 
@@ -44,13 +44,21 @@ def processor() -> tuple[str, str]:
     return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
 
 
-def available(kernel: str) -> bool:
-    """Whether this processor has what a kernel needs (epilogues don't matter)."""
-    entry = KERNELS.get(kernel.partition("+")[0])
-    if entry is None or platform.machine() not in ("x86_64", "AMD64"):
+@cache
+def available(function: str) -> bool:
+    """Whether this processor has what a compiled function needs."""
+    entry = KERNELS.get(function)
+    if entry is None:
         return True
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return entry.requires <= {"f16c"}  # other processors that we run on widen f16, too
     features = llvm.get_host_cpu_features()
     return all(features.get(feature) for feature in entry.requires)
+
+
+def function_of(kernel: str, numerics: str) -> str | None:
+    """The function that computes a dispatch fastest on this processor; None where there is none."""
+    return next((name for name in candidates(kernel, numerics) if available(name)), None)
 
 
 @cache

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flashrt import knobs
 from flashrt.backend import I64, U8, Compute, Memory, Place, Rect
 from flashrt.backends.cpu import table
-from flashrt.backends.cpu.cache import Progress, available, library
+from flashrt.backends.cpu.cache import Progress, function_of, library
 from flashrt.backends.cpu.encode import aligned
 from flashrt.backends.cpu.kernels import offered
 from flashrt.backends.cpu.table import Code
@@ -94,7 +94,7 @@ class CpuBackend:
 
     def kernels(self) -> tuple[tuple[str, str], ...]:
         """(kernel, numerics) pairs this processor can run."""
-        return tuple(pair for pair in offered() if available(pair[0]))
+        return tuple(pair for pair in offered() if function_of(*pair))
 
     def open(self, spec: Device) -> CpuDevice:
         """A device with FLASHRT_THREADS threads, or one for each core of `spec` that is allowed to us."""

@@ -16,7 +16,6 @@ from flashrt.backends.cpu.intrinsics import (
     number,
     operand,
     store_f32,
-    store_u8,
     word,
 )
 from flashrt.backends.cpu.vector import (
@@ -24,6 +23,7 @@ from flashrt.backends.cpu.vector import (
     load,
     spread,
     store,
+    store_i8,
     vabs,
     verf,
     vexp,
@@ -156,21 +156,11 @@ def quantize() -> Any:
             x, y = word(row, Q.x) + 4 * t * word(row, Q.x_stride), word(row, Q.y) + t * word(row, Q.y_stride)
             for at in range(0, k, 32):
                 n = min(k - at, 32)
-                most = vabs(load(x + 4 * at, n))
-                if n > 16:
-                    most = vmax(most, vabs(load(x + 4 * at + 64, n - 16)))
-                scale = lane_max(most) / types.float32(127)
-                divisor = types.float32(1) if scale == 0 else scale
-                for i in range(at, at + n):
-                    q = round_even(load_f32(x + 4 * i) / divisor)
-                    store_u8(y + i, types.uint8(types.int64(max(min(q, 127.0), -127.0))))
+                low, high = load(x + 4 * at, n), load(x + 4 * at + 64, n - 16)
+                scale = lane_max(vmax(vabs(low), vabs(high))) / types.float32(127)
+                divisor = spread(types.float32(1) if scale == 0 else scale)
+                store_i8(y + at, low / divisor, n)
+                store_i8(y + at + 16, high / divisor, n - 16)
                 store_f32(y + k + 4 * (at >> 5), scale)
 
     return kernel
-
-
-@inner
-def round_even(v):
-    """The nearest whole number, half to even, for |v| < 2^22."""
-    shift = types.float32(1.5 * 2.0**23)
-    return (v + shift) - shift

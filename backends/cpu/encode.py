@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from flashrt.backend import U8, Compute, Memory, Place
 from flashrt.backends.cpu import rows
+from flashrt.backends.cpu.cache import function_of
 from flashrt.backends.cpu.kernels import KERNELS, offered
 from flashrt.errors import PlanError
 from flashrt.ir import micro, text
+from flashrt.ir.ops import LINEAR_EXACT
 from flashrt.ir.types import DTYPES, Dim, ceildiv, product, size
 from flashrt.layouts import LAYOUTS
 
@@ -64,6 +66,13 @@ class Operands:
     threads: int
     slots: Mapping[int, micro.Slot]
     blocks: Mapping[str, micro.Block]
+    scratches: dict[int, U8] = field(default_factory=dict)
+
+    def scratch(self, nbytes: int) -> int:
+        """Address of memory of `nbytes` for each thread; rows that ask for the same size share it."""
+        if nbytes not in self.scratches:
+            self.scratches[nbytes] = aligned(self.threads * nbytes)
+        return int(self.scratches[nbytes].ctypes.data)
 
     @staticmethod
     def of(memory: Memory, device: str, threads: int) -> Operands:
@@ -141,17 +150,28 @@ def whole(instr: micro.Dispatch, key: str, default: int = 0) -> int:
 
 
 def _linear(instr: micro.Dispatch, ops: Operands, bias: micro.BlockRef | None) -> Encoded:
-    op, _, epilogue = instr.kernel.partition("+")
+    epilogue = instr.kernel.partition("+")[2]
     x, w, y = ops.tensor(instr.args[0]), ops.matrix(instr.args[1]), ops.tensor(instr.dst)
     bias_at: tuple[Dim, Dim] = ops.either(bias) if bias else (0, 0)
     residual: tuple[Dim, Dim] = (0, 0)
     if "residual" in epilogue.split("+"):
         r = ops.tensor(instr.args[-1])
         residual = (r.address, r.stride)
+    function = function_of(instr.kernel, instr.numerics or LINEAR_EXACT)
+    assert function is not None, instr
+    scratch, per_cycle = _scratch(function, w.k, ops)
     fields = rows.Linear(
-        x.address, x.stride, w.at, w.offset, y.address, y.stride, *bias_at, *residual, x.rows, w.n, w.k
+        x.address, x.stride, w.at, w.offset, y.address, y.stride, *bias_at, *residual, x.rows, w.n, w.k, *scratch
     )
-    return Encoded(op, fields, x.rows * w.n * (w.k / 16))
+    return Encoded(function, fields, x.rows * w.n * (w.k / per_cycle))
+
+
+def _scratch(function: str, k: int, ops: Operands) -> tuple[tuple[int, int], int]:
+    """((address, bytes) of each thread's scratch, multiplications a cycle) of a matrix product."""
+    if function.startswith(("linear_vnni.", "linear_i8.")):
+        each = rows.I8_TOKENS * rows.i8_row_bytes(k)
+        return (ops.scratch(each), each), 64 if "vnni" in function else 4
+    return (0, 0), 16
 
 
 def _embedding(instr: micro.Dispatch, ops: Operands) -> Encoded:
@@ -343,7 +363,7 @@ def encode(instr: Compute, ops: Operands, bias: micro.BlockRef | None) -> Encode
     assert isinstance(instr, micro.Dispatch)
     op = instr.kernel.partition("+")[0]
     assert bias is None or op.startswith("linear."), instr
-    if op in KERNELS and op.startswith("linear."):
+    if op.startswith("linear.") and function_of(op, instr.numerics or LINEAR_EXACT):
         return _linear(instr, ops, bias)
     if op in KERNELS and op.startswith("embedding."):
         return _embedding(instr, ops)

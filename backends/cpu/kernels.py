@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flashrt.ir.ops import EXACT, LINEAR_EXACT, OPS
+from flashrt.ir.ops import EXACT, LINEAR_EXACT, LINEAR_I8, OPS
 from flashrt.layouts import LAYOUTS, Layout
 
 
@@ -38,7 +38,19 @@ def _matrices(layout: Layout) -> dict[str, KernelEntry]:
     return {n: KernelEntry("linear", m, args, requires=requires) for n, m in zip(names, makers, strict=True)}
 
 
+def _i8(layout: Layout) -> dict[str, KernelEntry]:
+    """The product with INT8 activations, with the processor's dot product and without."""
+    common, requires = (layout.bits, layout.minimum), frozenset({"f16c"})
+    vnni = requires | {"avx512f", "avx512bw", "avx512vnni"}
+    return {
+        f"linear_vnni.{layout.name}": KernelEntry("vnni", "quantised_i8", (*common, True), requires=vnni),
+        f"linear_i8.{layout.name}": KernelEntry("vnni", "quantised_i8", (*common, False), requires=requires),
+    }
+
+
+PACKED = tuple(layout for layout in LAYOUTS.values() if layout.bits)
 KERNELS: Mapping[str, KernelEntry] = {
+    **{name: entry for layout in PACKED for name, entry in _i8(layout).items()},
     **{name: entry for layout in LAYOUTS.values() for name, entry in _matrices(layout).items()},
     "rms_norm": KernelEntry("norm", "rms_norm"),
     "layer_norm": KernelEntry("norm", "layer_norm"),
@@ -60,6 +72,21 @@ KERNELS: Mapping[str, KernelEntry] = {
     "team_quit": KernelEntry("walk", "team_quit", arguments=2),
 }
 
+# by numerics: functions that compute a product, the fastest first; the layout follows the name
+_LINEARS: Mapping[str, tuple[str, ...]] = {
+    LINEAR_EXACT: ("linear",),
+    LINEAR_I8: ("linear_vnni", "linear_i8"),
+}
+
+
+def candidates(kernel: str, numerics: str) -> tuple[str, ...]:
+    """Names in KERNELS that compute what a dispatch names, the fastest first."""
+    op, _, layout = kernel.partition("+")[0].partition(".")
+    if op != "linear":
+        return (kernel.partition("+")[0],)
+    return tuple(n for n in (f"{name}.{layout}" for name in _LINEARS.get(numerics, ())) if n in KERNELS)
+
+
 EPILOGUES = ("", "+bias", "+residual", "+bias+residual")
 _PLAIN = (
     "rms_norm", "layer_norm", "rope_table", "rope", "gated", "activation",
@@ -69,7 +96,8 @@ _PLAIN = (
 
 def offered() -> tuple[tuple[str, str], ...]:
     """(kernel, numerics) pairs as dispatches name them, epilogues included."""
-    linears = [(f"linear.{x}{e}", LINEAR_EXACT) for x in LAYOUTS for e in EPILOGUES]
+    kinds = [(x, n) for n in _LINEARS for x in LAYOUTS if candidates(f"linear.{x}", n)]
+    linears = [(f"linear.{x}{e}", n) for x, n in kinds for e in EPILOGUES]
     tables = [(f"embedding.{x}", EXACT) for x in LAYOUTS]
     attention = OPS["attention"].numerics
     plain = [(name, EXACT) for name in _PLAIN]

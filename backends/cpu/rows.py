@@ -16,7 +16,7 @@ the bits of a float64.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashrt.ir.types import Dim
 
@@ -40,7 +40,10 @@ class Header(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """y[T,N] = x[T,K]·wᵀ + bias + residual."""
+    """y[T,N] = x[T,K]·wᵀ + bias + residual. x is f32, or what `quantize` made of it (x_stride in elements).
+
+    scratch: memory of each thread, scratch_stride bytes apart; 0 for kernels that need none.
+    """
 
     x: Dim
     x_stride: Dim
@@ -55,6 +58,8 @@ class Linear(NamedTuple):
     t: Dim
     n: Dim
     k: Dim
+    scratch: Dim = 0
+    scratch_stride: Dim = 0
 
 
 class Embedding(NamedTuple):
@@ -230,6 +235,14 @@ class Sample(NamedTuple):
     h: Dim
     scratch: Dim
     scratch_stride: Dim
+
+
+I8_TOKENS = 32  # tokens whose activations a thread prepares at a time (vnni.py)
+
+
+def i8_row_bytes(k: Dim) -> Any:
+    """Prepared INT8 activations of one token: bytes, scales and sums of whole blocks, in whole cache lines."""
+    return (40 * ((k + 31) // 32) + 63) // 64 * 64
 
 
 SAMPLE_BUCKETS = 1024

@@ -122,11 +122,16 @@ def build(
         bias = None
     assert bias is None, "a bias stands without its dispatch"
     found = addresses([e.kernel for e in builder.encoded])
-    return _code(builder, found, tuple(row_of), [isinstance(i, micro.Bias) for i in instrs])
+    is_bias = [isinstance(i, micro.Bias) for i in instrs]
+    return _code(builder, found, tuple(row_of), is_bias, tuple(ops.scratches.values()))
 
 
 def _code(
-    builder: _Builder, addresses: Mapping[str, int], row_of: tuple[int, ...], is_bias: list[bool]
+    builder: _Builder,
+    addresses: Mapping[str, int],
+    row_of: tuple[int, ...],
+    is_bias: list[bool],
+    scratches: tuple[U8, ...],
 ) -> Code:
     count = len(builder.encoded)
     table = aligned(8 * rows.ROW * count).view(np.int64).reshape(count, rows.ROW)
@@ -154,5 +159,5 @@ def _code(
         np.array(is_bias, np.int64),
         tuple((expr, np.array(places, np.int64)) for expr, places in patches.items()),
         tuple(costs),
-        tuple(e.keep for e in builder.encoded if e.keep is not None),
+        (*scratches, *(e.keep for e in builder.encoded if e.keep is not None)),
     )

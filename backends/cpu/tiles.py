@@ -23,30 +23,30 @@ VS = ir.VectorType(I16, LANES)
 _MAGIC, _BASE = 0x4B000000, float(2**23)
 
 
-def _load(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, offset: int = 0, align: int = 2) -> Any:
+def load_at(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, offset: int = 0, align: int = 2) -> Any:
     value = b.load(at(b, b.add(address, I64(offset)), kind))
     value.align = align
     return value
 
 
-def _ints(value: int) -> ir.Constant:
+def ints(value: int) -> ir.Constant:
     return ir.Constant(VI, [value] * LANES)
 
 
 def _whole(b: ir.IRBuilder, words: ir.Value, bit: int, bits: int, zero: int) -> ir.Value:
     """Bits [bit, bit+bits) of each lane, less `zero`, as floats."""
     if bit:
-        words = b.lshr(words, _ints(bit))
+        words = b.lshr(words, ints(bit))
     if bit + bits < 32:
-        words = b.and_(words, _ints((1 << bits) - 1))
-    return b.fsub(b.bitcast(b.or_(words, _ints(_MAGIC)), V), constant(_BASE + zero))
+        words = b.and_(words, ints((1 << bits) - 1))
+    return b.fsub(b.bitcast(b.or_(words, ints(_MAGIC)), V), constant(_BASE + zero))
 
 
 def _decode(b: ir.IRBuilder, q: ir.Value, j: int, bits: int, minimum: bool) -> list[tuple[int, ir.Value]]:
     """(k, quants of 16 channels) of the j-th 64 bytes of a block; see flashrt/layouts.py."""
-    words = _load(b, q, VI, 64 * j, 4)
+    words = load_at(b, q, VI, 64 * j, 4)
     if bits == 8:
-        words = b.xor(words, _ints(-0x7F7F7F80))  # signed bytes to unsigned ones: 128 more
+        words = b.xor(words, ints(-0x7F7F7F80))  # signed bytes to unsigned ones: 128 more
         return [(4 * j + i, _whole(b, words, 8 * i, 8, 128)) for i in range(4)]
     zero = 0 if minimum else 8
     low = [(8 * j + i, _whole(b, words, 8 * i, 4, zero)) for i in range(4)]
@@ -66,7 +66,7 @@ def quant_tile(bits: int, minimum: bool, tokens: int) -> Any:
         def codegen(context, b, signature, args):
             q, s, m, blocks, x, x_stride, acc = args
             rows = [b.add(x, b.mul(x_stride, I64(t))) for t in range(tokens)]
-            totals = _Totals(b, acc, tokens)
+            totals = Totals(b, acc, tokens)
             with cgutils.for_range(b, blocks) as loop:
                 block = b.add(q, b.mul(loop.index, I64(16 * 32 * bits // 8)))
                 at_x = [b.add(row, b.mul(loop.index, I64(128))) for row in rows]
@@ -74,16 +74,16 @@ def quant_tile(bits: int, minimum: bool, tokens: int) -> Any:
                 for j in range(bits):
                     for k, w in _decode(b, block, j, bits, minimum):
                         for t in range(tokens):
-                            xk = splat(b, _load(b, at_x[t], F32, 4 * k, 4))
+                            xk = splat(b, load_at(b, at_x[t], F32, 4 * k, 4))
                             chains[t][k & 1] = muladd(b, w, xk, chains[t][k & 1])
                 per_block = b.mul(loop.index, I64(32))
-                scale = b.fpext(_load(b, b.add(s, per_block), VH), V)
+                scale = b.fpext(load_at(b, b.add(s, per_block), VH), V)
                 for t in range(tokens):
                     totals.add(t, b.fadd(*chains[t]), scale)
                 if minimum:
-                    least = b.fpext(_load(b, b.add(m, per_block), VH), V)
+                    least = b.fpext(load_at(b, b.add(m, per_block), VH), V)
                     for t in range(tokens):
-                        halves = [_load(b, at_x[t], V, 64 * i, 4) for i in range(2)]
+                        halves = [load_at(b, at_x[t], V, 64 * i, 4) for i in range(2)]
                         totals.add(t, splat(b, tree(b, b.fadd(*halves), b.fadd)), least)
             totals.store()
             return context.get_dummy_value()
@@ -93,14 +93,14 @@ def quant_tile(bits: int, minimum: bool, tokens: int) -> Any:
     return tile
 
 
-class _Totals:
+class Totals:
     """Accumulators that live in registers during a loop and in memory around it."""
 
     def __init__(self, b: ir.IRBuilder, address: ir.Value, count: int) -> None:
         self.b, self.address = b, address
         self.values = [cgutils.alloca_once(b, V) for _ in range(count)]
         for i, value in enumerate(self.values):
-            b.store(_load(b, address, V, 64 * i, 4), value)
+            b.store(load_at(b, address, V, 64 * i, 4), value)
 
     def add(self, i: int, a: ir.Value, c: ir.Value) -> None:
         self.b.store(muladd(self.b, a, c, self.b.load(self.values[i])), self.values[i])
@@ -114,10 +114,10 @@ class _Totals:
 def _floats(b: ir.IRBuilder, address: ir.Value, element: str) -> ir.Value:
     """16 elements as f32."""
     if element == "f32":
-        return _load(b, address, V, 0, 4)
+        return load_at(b, address, V, 0, 4)
     if element == "f16":
-        return b.fpext(_load(b, address, VH), V)
-    return b.bitcast(b.shl(b.zext(_load(b, address, VS), VI), _ints(16)), V)
+        return b.fpext(load_at(b, address, VH), V)
+    return b.bitcast(b.shl(b.zext(load_at(b, address, VS), VI), ints(16)), V)
 
 
 @cache
@@ -134,12 +134,12 @@ def plain_tile(element: str, rows: int, tokens: int) -> Any:
             w, w_stride, x, x_stride, steps, acc = args
             w_rows = [b.add(w, b.mul(w_stride, I64(r))) for r in range(rows)]
             x_rows = [b.add(x, b.mul(x_stride, I64(t))) for t in range(tokens)]
-            totals = _Totals(b, acc, rows * tokens)
+            totals = Totals(b, acc, rows * tokens)
             with cgutils.for_range(b, steps) as loop:
                 w_at = b.mul(loop.index, I64(16 * size))
                 ws = [_floats(b, b.add(row, w_at), element) for row in w_rows]
                 x_at = b.mul(loop.index, I64(64))
-                xs = [_load(b, b.add(row, x_at), V, 0, 4) for row in x_rows]
+                xs = [load_at(b, b.add(row, x_at), V, 0, 4) for row in x_rows]
                 for r in range(rows):
                     for t in range(tokens):
                         totals.add(r * tokens + t, ws[r], xs[t])
@@ -159,10 +159,10 @@ def element_as_f32(element: str) -> Any:
     def load(typing, address):
         def codegen(context, b, signature, args):
             if element == "f32":
-                return _load(b, args[0], F32, 0, 4)
+                return load_at(b, args[0], F32, 0, 4)
             if element == "f16":
-                return b.fpext(_load(b, args[0], ir.HalfType()), F32)
-            wide = b.zext(_load(b, args[0], I16), ir.IntType(32))
+                return b.fpext(load_at(b, args[0], ir.HalfType()), F32)
+            wide = b.zext(load_at(b, args[0], I16), ir.IntType(32))
             return b.bitcast(b.shl(wide, ir.IntType(32)(16)), F32)
 
         return types.float32(types.int64), codegen

@@ -17,11 +17,13 @@ from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import lower_builtin, models, register_model
 
-from flashrt.backends.cpu.intrinsics import F32, I32, at, inner, intrinsic
+from flashrt.backends.cpu.intrinsics import F32, I8, I32, at, inner, intrinsic
 
 LANES = 16
 V = ir.VectorType(F32, LANES)
 VI = ir.VectorType(I32, LANES)
+VB = ir.VectorType(I8, LANES)
+_ROUND = 1.5 * 2.0**23  # adding it leaves the nearest whole number in the low bits
 
 
 class Vector(types.Type):
@@ -222,8 +224,32 @@ def store(address, v, count):
         store_part(address, v, count)
 
 
+@intrinsic
+def store_rounded(typing, address, v, count):
+    """The first `count` lanes, |v| < 2^22, as the nearest signed bytes (half to even, -127…127)."""
+
+    def codegen(context, builder, signature, args):
+        v = builder.select(builder.fcmp_ordered(">", args[1], constant(127.0)), constant(127.0), args[1])
+        v = builder.select(builder.fcmp_ordered("<", v, constant(-127.0)), constant(-127.0), v)
+        whole = builder.bitcast(builder.fadd(v, constant(_ROUND)), VI)
+        narrow = builder.trunc(whole, VB)
+        pointer, mask = at(builder, args[0], VB), _mask(builder, args[2])
+        kind = ir.FunctionType(ir.VoidType(), [VB, pointer.type, I32, mask.type])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v16i8.p0")
+        builder.call(function, [narrow, pointer, I32(1), mask])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, f32x16, types.int64), codegen
+
+
+@inner
+def store_i8(address, v, count):
+    """`store_rounded`; whole vectors without a mask."""
+    store_rounded(address, v, 16 if count >= 16 else count)
+
+
 # ---- functions --------------------------------------------------------------------
-_ROUND = 1.5 * 2.0**23  # adding it leaves the nearest whole number in the low bits
+
 _EXP = (0.001393388219, 0.0083633356, 0.041666462828, 0.166665760395, 0.500000001367)
 _TANH = (0.002272693085, -0.008326389301, 0.021763628498, -0.05395862331, 0.133333009601, -0.333333331559)
 

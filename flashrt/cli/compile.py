@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashrt.cli.options import Context, Devices, Fresh, Json, Model, Tokens, Without, obtain, refuse_for_plan
-from flashrt.cli.terminal import micros, progress, say, show, size, table
+from flashrt.cli.terminal import micros, progress, say, show_table, size
 from flashrt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _print_summary(facts: dict[str, Any], *, kept: bool) -> None:
         for v in facts["variants"]
     ]
     weights = f"{facts['logical_nodes']:,} operations, {size(facts['weight_bytes'])} of weights"
-    show(table(f"{facts['name']}: {weights}", columns, rows))
+    show_table(f"{facts['name']}: {weights}", columns, rows, less=("regions", "nodes", "activations"))
     where = f"kept in the cache: {facts['plan']}" if kept else f"written to {facts['plan']}"
     if facts["cached"]:
         say(f"nothing to do, the plan is in the cache: {facts['plan']} (--fresh compiles it again)")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashrt.cli.compile import estimate
 from flashrt.cli.options import Context, Devices, Fresh, Json, Model, Tokens, Without, obtain
-from flashrt.cli.terminal import micros, show, size, table
+from flashrt.cli.terminal import micros, show, show_table, size
 
 if TYPE_CHECKING:
     from flashrt.ir import physical
@@ -114,7 +114,12 @@ def _print_variant(variant: dict[str, Any]) -> None:
         )
     dropped = [1] * (len(devices) == 1) + [2] * (len(causes) == 1)
     kept = [i for i in range(len(columns)) if i not in dropped]
-    show(table(_title(variant), [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]))
+    show_table(
+        _title(variant),
+        [columns[i] for i in kept],
+        [[row[i] for i in kept] for row in rows],
+        less=("bytes", "share"),
+    )
     if len(causes) == 1:
         show(f"cause: {next(iter(causes))}")
     else:

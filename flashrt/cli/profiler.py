@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashrt.cli.options import Context, Devices, Fresh, Model, Threads, Tokens, Without, obtain, open_model
-from flashrt.cli.terminal import Command, console, micros, progress, say, show, size, table
+from flashrt.cli.terminal import Command, micros, progress, show, show_table, size
 from flashrt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flashrt.profiler.report import Account, Phase, Row
     from flashrt.runtime.trace import StepTrace
 
-WIDE = 110  # columns from which the table has all of its own
+LESS = ("waiting", "P50", "bytes", "GB/s", "P99", "count", "mean")  # columns to go first on a narrow terminal
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -111,22 +111,14 @@ def _recorded(llm: LLM, prompt: str, max_tokens: int, *, raw: bool) -> list[Step
 
 
 # ---- for a person ------------------------------------------------------------------
-NARROW = ("count", "total", "share", "mean", "P99", "GB/s", "limit", "estimate")
-
-
 def _print(title: str, by: By, rows: list[Row], account: Account, top: int) -> None:
     several = len({r.device for r in rows}) > 1
-    cells = [_cells(r, account) for r in rows[:top]]
-    wide = console().width >= WIDE
-    columns = [c for c in cells[0] if wide or c in NARROW]
-    names = [f"{r.name} @{r.device}" if several else r.name for r in rows[:top]]
-    show(
-        table(
-            f"{title}: {account.count} steps of {micros(account.steps / account.count)} on average",
-            [by.value, *columns],
-            [[name, *(c[k] for k in columns)] for name, c in zip(names, cells, strict=True)],
-        )
-    )
+    cells = [
+        {by.value: f"{r.name} @{r.device}" if several else r.name} | _cells(r, account) for r in rows[:top]
+    ]
+    average = micros(account.steps / account.count)
+    title = f"{title}: {account.count} steps of {average} on average"
+    show_table(title, list(cells[0]), [list(c.values()) for c in cells], less=LESS)
     if len(rows) > top:
         rest = sum(r.total for r in rows[top:])
         show(f"and {len(rows) - top} more lines, {micros(rest)} in total (--top N shows more)")
@@ -139,8 +131,6 @@ def _print(title: str, by: By, rows: list[Row], account: Account, top: int) -> N
         f"wall {micros(account.wall)} = {micros(account.steps)} inside steps + "
         f"{micros(account.between)} between them (scheduling, text)"
     )
-    if not wide:
-        say(f"{WIDE} columns show P50, waiting and bytes as well; so do --format csv and json", "dim")
 
 
 def _cells(row: Row, account: Account) -> dict[str, str]:

@@ -35,9 +35,7 @@ Prompt = str | Sequence[Mapping[str, str]]
 
 def run_(
     model: Model,
-    source: Annotated[
-        str | None, typer.Argument(metavar="[-]", help="- reads the prompt from stdin", show_default=False)
-    ] = None,
+    source: Annotated[str | None, typer.Argument(metavar="-", help="reads the prompt from stdin")] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="what to answer")] = None,
     interactive: Annotated[bool, typer.Option("--interactive", "-i", help="a conversation")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="continue the prompt as it stands: no template")] = False,

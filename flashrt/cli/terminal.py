@@ -110,19 +110,39 @@ def show(what: str | Table) -> None:
 
 def say(what: str | Text, style: str = "") -> None:
     """A message, on stderr."""
+    sys.stdout.flush()  # where both go to one place they keep their order
     console(stderr=True).print(what, style=style, soft_wrap=True)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A light table: the first column is a name, the others are figures."""
-    made = Table(
-        title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    for at, column in enumerate(columns):
-        made.add_column(Text(column), justify="right" if at else "left", no_wrap=bool(at), overflow="fold")
+def show_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, less: Sequence[str] = ()
+) -> None:
+    """A light table on stdout: the first column is a name, the others are figures.
+
+    less: columns that may go when the terminal is too narrow, in this order.
+    """
+    left_out: list[str] = []
+    kept = dict(enumerate(columns))
+    width = console().width
+    for column in less:
+        if _width(kept, rows) <= width:
+            break
+        left_out.append(column)
+        kept.pop(columns.index(column))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for at, name in kept.items():
+        table.add_column(name, justify="right" if at else "left", no_wrap=bool(at), overflow="fold")
     for row in rows:
-        made.add_row(*map(Text, row))
-    return made
+        table.add_row(*(Text(row[at]) for at in kept))
+    show(title)
+    show(table)
+    if left_out:
+        say(f"left out to fit {width} columns: {', '.join(left_out)}", "dim")
+
+
+def _width(kept: dict[int, str], rows: Sequence[Sequence[str]]) -> int:
+    """Columns that a table takes on the screen: two between any two of its own, one at each side."""
+    return sum(max(len(name), *(len(row[at]) for row in rows)) for at, name in kept.items()) + 2 * len(kept)
 
 
 @contextmanager

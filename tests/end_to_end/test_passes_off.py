@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
 import pytest
 
 from flashrt import engine
-from flashrt.backends.cpu import CpuBackend
-from flashrt.backends.reference import ReferenceBackend
 from flashrt.ir import laws, logical, micro, physical
 from flashrt.llm.generate import Generator
 from flashrt.llm.request import Sampling
 from flashrt.machine import Machine
 from flashrt.passes import pipeline
-from flashrt.program import Plan, Program, Variant
+from flashrt.program import Plan, Variant
 from tests.end_to_end.flat import Generated, assert_same_bits, generate
 from tests.tiny import CONTEXT, VOCAB, tiny_graph, tiny_import, tiny_source
 
-BACKENDS = {"reference": ReferenceBackend(), "cpu": CpuBackend()}
 PAGES = 24
 GRAPH = tiny_graph()
 PROMPTS = {f"{n} tokens": [(11 * i + n) % VOCAB for i in range(n)] for n in (5, 40, 1)}
@@ -57,11 +53,7 @@ def ran(kind: str, plan: pipeline.Planned) -> Generated:
     """Prefill of three sequences, one of them in chunks, then decode."""
     variant = Variant("all", 1, 64, plan.physical, plan.stream)
     whole = Plan("tiny", "", "", {}, GRAPH, (variant,), machine(kind), tiny_import().weights)
-    (device,) = machine(kind).devices
-    opened = {device.id: BACKENDS[kind].open(replace(device, cores=2))}
-    host = BACKENDS["reference"].open(replace(device, id="host"))
-    source = tiny_source(GRAPH)
-    with Program(whole, opened, host, pages=PAGES, source=source, poison=True) as program:
+    with engine.open_plan(whole, pages=PAGES, threads=2, poison=True, source=tiny_source(GRAPH)) as program:
         generator = Generator(
             program.call, context=CONTEXT, eos=(), pages=PAGES, max_tokens_per_step=32, max_sequences=8
         )

@@ -35,8 +35,12 @@ def write_model(
             else:
                 parameter.add_(noise * 0.1)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3} | {f"w{i}": i for i in range(4, VOCAB)}
-    Tokenizer(models.WordLevel(words, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder)
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+
+
+def write_tokenizer(folder: Path) -> None:
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3} | {f"w{i}": i for i in range(4, VOCAB)}
+    Tokenizer(models.WordLevel(words, unk_token="<unk>")).save(str(folder / "tokenizer.json"))

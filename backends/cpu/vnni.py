@@ -1,0 +1,191 @@
+"""Products of packed weights with INT8 activations: numerics "act=i8/32 acc=f32".
+
+The sum over a block of 32 is taken in integers, so it is exact however it is taken: with
+AVX512-VNNI's four-byte dot product, or with plain multiplications on any other processor.
+Blocks are then added in their order, in float32: so neither the processor nor the number of
+tokens, threads or channels beside a value changes a bit of it.
+
+    q4   y += (Σ q·a - 8·Σ a) · (scale · a_scale)
+    q4m  y += (scale · Σ q·a + min · Σ a) · a_scale
+    q8   y += (Σ (q+128)·a - 128·Σ a) · (scale · a_scale)
+
+A token's activations are laid out anew before the loop ("prepared"): whole blocks of bytes with
+zeros behind the last one, the scales f32[blocks], and Σ a of each block, as it is needed above.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from flashrt.backends.cpu.intrinsics import F32, I8, I32, I64, at, copy_bytes, inner, intrinsic, operand, stack, word
+from flashrt.backends.cpu.linear import Kernel, L, finish, zero
+from flashrt.backends.cpu.rows import I8_TOKENS, i8_row_bytes
+from flashrt.backends.cpu.tiles import VH, Totals, ints, load_at
+from flashrt.backends.cpu.vector import LANES, VI, V, call, load_whole, muladd, splat
+from flashrt.layouts import BLOCK
+
+
+row_bytes = inner(i8_row_bytes)
+
+
+def _multiplied(b: ir.IRBuilder, total: ir.Value, q: ir.Value, a: ir.Value) -> ir.Value:
+    """The four-byte dot product in plain arithmetic: q holds unsigned bytes, a (one word) signed ones."""
+    for i in range(4):
+        unsigned = b.and_(b.lshr(q, ints(8 * i)), ints(255))
+        signed = b.ashr(b.shl(a, I32(24 - 8 * i)), I32(24))
+        total = b.add(total, b.mul(unsigned, splat(b, signed)))
+    return total
+
+
+def _dot(b: ir.IRBuilder, total: ir.Value, q: ir.Value, a: ir.Value, vnni: bool) -> ir.Value:
+    """Each lane of `total` plus the products of its four bytes of q with the four bytes of a."""
+    if not vnni:
+        return _multiplied(b, total, q, a)
+    return call(b, "llvm.x86.avx512.vpdpbusd.512", VI, total, q, splat(b, a))
+
+
+def _unsigned(b: ir.IRBuilder, q: ir.Value, j: int, bits: int) -> list[tuple[int, ir.Value]]:
+    """(k, bytes of 16 channels × 4 k) of the j-th 64 bytes of a block; see flashrt/layouts.py."""
+    words = load_at(b, q, VI, 64 * j, 4)
+    if bits == 8:
+        return [(4 * j, b.xor(words, ints(-0x7F7F7F80)))]
+    nibbles = ints(0x0F0F0F0F)
+    return [(8 * j, b.and_(words, nibbles)), (8 * j + 4, b.and_(b.lshr(words, ints(4)), nibbles))]
+
+
+@cache
+def dot_tile(bits: int, minimum: bool, tokens: int, vnni: bool) -> Any:
+    """tile(q, s, m, blocks, a, a_stride, acc): adds 16 channels × `tokens` over `blocks` blocks.
+
+    q, s, m: addresses of a group's quants, scales and minima. a: address of prepared activations,
+    a_stride bytes from token to token. acc: f32[tokens][16], read and written.
+    """
+    chains = 2 if tokens == 1 else 1  # integers may be added in any order: whatever hides the latency
+
+    @intrinsic
+    def tile(typing, q, s, m, blocks, a, a_stride, acc):
+        def codegen(context, b, signature, args):
+            q, s, m, blocks, a, a_stride, acc = args
+            rows = [b.add(a, b.mul(a_stride, I64(t))) for t in range(tokens)]
+            scales = [b.add(row, b.mul(blocks, I64(BLOCK))) for row in rows]
+            sums = [b.add(row, b.mul(blocks, I64(BLOCK + 4))) for row in rows]
+            totals = Totals(b, acc, tokens)
+            with cgutils.for_range(b, blocks) as loop:
+                block = b.add(q, b.mul(loop.index, I64(16 * BLOCK * bits // 8)))
+                a_bytes = b.mul(loop.index, I64(BLOCK))
+                at_a = [b.add(row, a_bytes) for row in rows]
+                dots = [[ints(0)] * chains for _ in range(tokens)]
+                for j in range(bits):
+                    for k, w in _unsigned(b, block, j, bits):
+                        for t in range(tokens):
+                            four, chain = load_at(b, at_a[t], I32, k, 4), k // 4 % chains
+                            dots[t][chain] = _dot(b, dots[t][chain], w, four, vnni)
+                per_block = b.mul(loop.index, I64(2 * LANES))
+                scale = b.fpext(load_at(b, b.add(s, per_block), VH), V)
+                if minimum:
+                    least = b.fpext(load_at(b, b.add(m, per_block), VH), V)
+                of_block = b.mul(loop.index, I64(4))
+                for t in range(tokens):
+                    dot = b.add(*dots[t]) if chains == 2 else dots[t][0]
+                    a_scale = splat(b, load_at(b, b.add(scales[t], of_block), F32, 0, 4))
+                    total_at = b.add(sums[t], of_block)
+                    if minimum:
+                        total = splat(b, load_at(b, total_at, F32, 0, 4))
+                        inner_sum = muladd(b, b.sitofp(dot, V), scale, b.fmul(least, total))
+                        totals.add(t, a_scale, inner_sum)
+                    else:
+                        dot = b.sub(dot, splat(b, load_at(b, total_at, I32, 0, 4)))
+                        totals.add(t, b.sitofp(dot, V), b.fmul(scale, a_scale))
+            totals.store()
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return tile
+
+
+@cache
+def store_sum(times: int, as_float: bool) -> Any:
+    """store(dst, src): `times` Σ of 32 signed bytes, as an int32 or a float32."""
+
+    @intrinsic
+    def store(typing, dst, src):
+        def codegen(context, b, signature, args):
+            halves = [load_at(b, args[1], ir.VectorType(I8, LANES), LANES * i, 1) for i in range(2)]
+            wide = b.add(*(b.sext(half, VI) for half in halves))
+            total = b.mul(call(b, "llvm.vector.reduce.add.v16i32", I32, wide), I32(times))
+            value = b.sitofp(total, F32) if as_float else total
+            b.store(value, at(b, args[0], value.type)).align = 4
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), codegen
+
+    return store
+
+
+def preparation(bits: int, minimum: bool) -> Any:
+    """prepare(x, k, dst): one quantised row as the tiles read it; see the top of this file."""
+    store = store_sum(1 if minimum else (8 if bits == 4 else 128), minimum)
+
+    @inner
+    def prepare(x, k, dst):
+        blocks = (k + 31) >> 5
+        if k & 31:
+            zero(dst + (k >> 5) * 32, 1)
+        copy_bytes(dst, x, k)
+        copy_bytes(dst + 32 * blocks, x + k, 4 * blocks)
+        for i in range(blocks):
+            store(dst + 36 * blocks + 4 * i, dst + 32 * i)
+
+    return prepare
+
+
+def quantised_i8(bits: int, minimum: bool, vnni: bool) -> Kernel:
+    """The kernel of a packed format with groups of 16 channels and blocks of 32."""
+    tile8, tile4, tile1 = (dot_tile(bits, minimum, tokens, vnni) for tokens in (8, 4, 1))
+    prepare = preparation(bits, minimum)
+    quant_bytes = 16 * BLOCK * bits // 8
+    block_bytes = quant_bytes + (64 if minimum else 32)
+
+    @inner
+    def add(tokens, q, s, m, blocks, a, stride, acc):
+        if tokens == 8:
+            tile8(q, s, m, blocks, a, stride, acc)
+        elif tokens == 4:
+            tile4(q, s, m, blocks, a, stride, acc)
+        else:
+            tile1(q, s, m, blocks, a, stride, acc)
+
+    @inner
+    def group(row, g, first, count, a, stride, acc):
+        """16 channels of `count` tokens from `first`."""
+        n, blocks = word(row, L.n), (word(row, L.k) + 31) >> 5
+        q = operand(row, L.w_at, L.w) + g * blocks * block_bytes
+        s = q + blocks * quant_bytes
+        t = 0
+        while t < count:
+            left = count - t
+            tokens = 8 if left >= 8 else (4 if left >= 4 else 1)
+            zero(acc, tokens)
+            add(tokens, q, s, s + 32 * blocks, blocks, a + t * stride, stride, acc)
+            for i in range(tokens):
+                finish(row, load_whole(acc + 64 * i), first + t + i, 16 * g, n - 16 * g)
+            t += tokens
+
+    def kernel(tid, nth, row):
+        n, k, t_count = word(row, L.n), word(row, L.k), word(row, L.t)
+        groups, stride = (n + 15) >> 4, row_bytes(k)
+        a, acc = word(row, L.scratch) + tid * word(row, L.scratch_stride), stack(8 * 64)
+        for first in range(0, t_count, I8_TOKENS):
+            count = min(t_count - first, I8_TOKENS)
+            for t in range(count):
+                prepare(word(row, L.x) + (first + t) * word(row, L.x_stride), k, a + t * stride)
+            for g in range(groups * tid // nth, groups * (tid + 1) // nth):
+                group(row, g, first, count, a, stride, acc)
+
+    return kernel

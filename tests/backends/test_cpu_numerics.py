@@ -1,0 +1,67 @@
+"""Products with rounded activations, INT8 and bf16, against the reference: layouts, ragged shapes, threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flashrt.backends.cpu.cache import available, function_of
+from flashrt.backends.cpu.kernels import candidates
+from flashrt.backends.cpu import encode
+from flashrt.ir.ops import LINEAR_I8
+from flashrt.layouts import LAYOUTS
+from tests.backends.cpu_streams import F32, agree, cpu, packed, run
+from tests.backends.test_cpu_kernels import AT, f32
+
+RNG = np.random.default_rng(4)
+PACKED = [name for name, layout in LAYOUTS.items() if layout.bits]
+SHAPES = [(48, 64, 1, ""), (40, 70, 7, "+bias+residual"), (5, 33, 13, "+bias"), (130, 96, 50, "+residual")]
+
+
+def r(*shape: int) -> F32:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def linear_i8(layout: str, n: int, k: int, epilogue: str) -> str:
+    bias = f"bias {AT} block=@b\n" if "bias" in epilogue else ""
+    residual = ",%2" if "residual" in epilogue else ""
+    return f"""weight w f32[{n},{k}] sources=[w] layout={layout}
+weight b f32[{n}] sources=[b] layout=f32
+slot %0 cpu:0 f32[T,{k}]
+slot %1 cpu:0 f32[T,{n}]
+slot %2 cpu:0 f32[T,{n}]
+slot %3 cpu:0 u8[T,{k + 4 * -(-k // 32)}]
+block w cpu:0 lo=0 hi={n} bytes=0
+block b cpu:0 lo=0 hi={n} bytes=0
+quantize {AT} src=%0 dst=%3 scheme="i8/32"
+{bias}dispatch {AT} kernel=linear.{layout}{epilogue} args=[%3,@w{residual}] dst=%1 numerics="{LINEAR_I8}"
+"""
+
+
+@pytest.mark.parametrize("layout", PACKED)
+@pytest.mark.parametrize("n,k,t,epilogue", SHAPES)
+def test_int8_products(layout: str, n: int, k: int, t: int, epilogue: str) -> None:
+    values = {0: r(t, k), 2: r(t, n)}
+    agree(linear_i8(layout, n, k, epilogue), values, 1, {"w": packed(layout, n, k), "b": f32(r(n))}, T=t)
+
+
+@pytest.mark.parametrize("layout", PACKED)
+def test_a_row_has_the_same_int8_bits_alone_and_among_others(layout: str) -> None:
+    text, x, w = linear_i8(layout, 40, 70, ""), r(47, 70), packed(layout, 40, 70)
+    together = run(cpu(), text, {0: x}, {"w": w}, T=47).read(1)
+    for t in range(47):
+        alone = run(cpu(), text, {0: x[t]}, {"w": w}, T=1).read(1)
+        assert alone.tobytes() == together[t].tobytes()
+
+
+@pytest.mark.parametrize("layout", PACKED)
+def test_plain_arithmetic_gives_the_bits_of_the_dot_product_instruction(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fastest = function_of(f"linear.{layout}", LINEAR_I8)
+    if fastest != f"linear_vnni.{layout}":
+        pytest.skip("this processor has no AVX512-VNNI")
+    text, x, w = linear_i8(layout, 40, 70, ""), r(13, 70), packed(layout, 40, 70)
+    want = run(cpu(), text, {0: x}, {"w": w}, T=13).read(1).copy()
+    monkeypatch.setattr(encode, "function_of", lambda kernel, numerics: candidates(kernel, numerics)[-1])
+    assert run(cpu(), text, {0: x}, {"w": w}, T=13).read(1).tobytes() == want.tobytes()
