@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,6 +69,7 @@ def compile_(
     _check_choices(output, pack, debug_graph, as_json, [name for name, v in dumped.items() if v is not None])
     if output is not None:
         program.check_output(output)
+    begun = time.perf_counter()
     stages: list[Stage] = []
     source = models.find(model)
     if source.kind == "plan" and output is not None:
@@ -86,11 +88,12 @@ def compile_(
     if debug_graph is not None:
         _dump(_graph(plan, debug_graph, variant), form or Form.text, node or "", kernel or "")
         return
-    facts = _summary(plan, compiled, output, stages)
+    facts = _summary(plan, compiled.cached, stages) | {"seconds": time.perf_counter() - begun}
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=1) + "\n")
     else:
-        _print_summary(facts, kept=source.kind != "plan")
+        _print_summary(facts)
+        say(_told(facts, output, source.kind == "plan"))
 
 
 def _check_choices(
@@ -151,14 +154,14 @@ def estimate(variant: Variant) -> float:
     return float(sum(evaluate(i.est, env) for i in variant.stream.instrs))
 
 
-def _summary(plan: Plan, compiled: Any, output: Path | None, stages: list[Stage]) -> dict[str, Any]:
+def _summary(plan: Plan, cached: bool, stages: list[Stage]) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     for stage in stages:
         seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.seconds
     return {
-        "plan": str(output or plan.folder),
+        "plan": str(plan.folder),
         "name": plan.name,
-        "cached": compiled.cached,
+        "cached": cached,
         "key": plan.key,
         "logical_nodes": len(plan.logical.nodes),
         "weight_bytes": sum(b.bytes for b in plan.variants[0].stream.blocks),
@@ -183,7 +186,7 @@ def _variant(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _print_summary(facts: dict[str, Any], *, kept: bool) -> None:
+def _print_summary(facts: dict[str, Any]) -> None:
     columns = ("variant", "tokens", "nodes", "instructions", "regions", "activations", "estimate")
     rows = [
         (
@@ -199,8 +202,14 @@ def _print_summary(facts: dict[str, Any], *, kept: bool) -> None:
     ]
     weights = f"{facts['logical_nodes']:,} operations, {size(facts['weight_bytes'])} of weights"
     show_table(f"{facts['name']}: {weights}", columns, rows, less=("regions", "nodes", "activations"))
-    where = f"kept in the cache: {facts['plan']}" if kept else f"written to {facts['plan']}"
-    if facts["cached"]:
-        say(f"nothing to do, the plan is in the cache: {facts['plan']} (--fresh compiles it again)")
-    else:
-        say(f"plan {where}; passes took {sum(facts['pass_seconds'].values()):.1f} s")
+
+
+def _told(facts: dict[str, Any], output: Path | None, sealed: bool) -> str:
+    """Where the plan is, and where it came from."""
+    made = "from the cache" if facts["cached"] else f"compiled in {facts['seconds']:.1f} s"
+    if output is not None:
+        return f"plan written to {output} ({'sealed' if sealed else made})"
+    if sealed:
+        return f"{facts['plan']} is a plan already"
+    again = " (--fresh compiles it again)" if facts["cached"] else ""
+    return f"plan kept in the cache, {made}: {facts['plan']}{again}"

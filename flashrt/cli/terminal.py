@@ -96,11 +96,17 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 
 # ---- text --------------------------------------------------------------------------
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leaves a closed pipe to `_ended_well`; rich would end the program with 1."""
+        raise BrokenPipeError
+
+
 def console(*, stderr: bool = False) -> Console:
     """stdout or stderr as it is now. Where no stream is a terminal nothing is cut to 80 columns."""
     streams = (sys.stdin, sys.stdout, sys.stderr)
     bare = "COLUMNS" not in os.environ and not any(s is not None and s.isatty() for s in streams)
-    return Console(stderr=stderr, highlight=False, markup=False, width=WIDE if bare else None)
+    return _Console(stderr=stderr, highlight=False, markup=False, width=WIDE if bare else None)
 
 
 def show(what: str | Table) -> None:

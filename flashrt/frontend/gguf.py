@@ -7,6 +7,7 @@ to f32 when they are read, as the `gguf` package does it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,18 @@ def load_gguf(path: str | Path, *, context: int | None = None) -> Imported:
         ModelError: the file is damaged or incomplete; names file and key or tensor.
         UnsupportedModel: an architecture, tokenizer or setting that isn't supported.
     """
-    from flashrt.frontend import hf  # torch: only to trace
-
     header = read_header(path)
+    longest = int(gguf_config.config_values(header)["max_position_embeddings"])
+    index = weight_index(header)
+    chat = chat_facts(header, longest, header.tensor("token_embd.weight").shape[0])
+    from flashrt.frontend import hf  # torch: only to trace, when the file is known to be sound
+
     config = make_config(header)
     context = hf.longest(config, context)
-    index = weight_index(header)
-    chat = chat_facts(header, context, header.tensor("token_embd.weight").shape[0])
     graph, constants, _ = hf.trace_config(config, name=_name(header), context=context)
     graph = bind(graph, index, constants)
     _refuse_unused(header, graph.weights, index)
-    return Imported(graph, index, constants, chat)
+    return Imported(graph, index, constants, replace(chat, context=context))
 
 
 def make_config(header: Header) -> Any:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashrt.errors import ModelError, UnsupportedModel
-from flashrt.frontend import gate, hub, lm, safetensors
+from flashrt.frontend import hub, safetensors
 from flashrt.frontend.bind import bind, select
 from flashrt.frontend.chat_facts import read_chat, read_json
 from flashrt.frontend.imported import Imported
 from flashrt.ir.logical import Graph
 from flashrt.weights.index import WeightIndex
+
+if TYPE_CHECKING:
+    from flashrt.frontend import lm
 
 ATTENDING = {"full_attention", "sliding_attention"}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -39,8 +42,8 @@ def load_hf(folder_or_repo: str, *, context: int | None = None) -> Imported:
             )
         folder = hub.fetch(folder_or_repo)
     raw = _raw_config(folder)
-    config = read_config(folder, raw)
     index = _index(folder)
+    config = read_config(folder, raw)
     length = longest(config, context)
     chat = read_chat(folder, raw, length)
     traced = trace_checked(config, name=_title(folder_or_repo), context=length)
@@ -57,6 +60,8 @@ def _title(model: str) -> str:
 
 def trace_checked(config: Any, *, name: str, context: int) -> lm.Traced:
     """Refuses what is known not to work, passes the safety gate, and traces."""
+    from flashrt.frontend import gate, lm  # torch takes seconds to import: only when a model is traced
+
     refuse_known(config)
     gate.check(config, context)
     return lm.trace_model(config, name=name, context=context)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashrt.ir.ops import PAGE
 from flashrt.llm.generate import Generator
 from flashrt.llm.kv import pages_for
 from flashrt.llm.request import Request, Sampling

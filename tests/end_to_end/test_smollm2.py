@@ -31,7 +31,7 @@ TIE = 1e-3  # two logits nearer than this may change places
 TOLERANCE = 1e-3  # of logits up to about 40
 PROMPTS = (
     "Hi", "What is the capital of France?", "Write a haiku about the sea.", "Count from 1 to 20.",
-    "Explain in two sentences why the sky is blue.", "def fibonacci(n):", "Translate to Spanish: good morning",
+    "Explain in two sentences why the sky is blue.", "def fibonacci(n):", "Translate to Spanish: good day",
     "List three uses of a brick.", "Who wrote Hamlet, and when?", "Äpfel, 猫 und 🐈: was ist das?",
 )  # fmt: skip
 

@@ -32,7 +32,11 @@ STEPS: dict[str, list[Part]] = {
     "decode again": [("a", 1), ("b", 1), ("c", 1), ("d", 1)],
 }
 SLIDING: dict[str, Any] = {"sliding_window": WINDOW}
-MIXED_LAYERS: dict[str, Any] = {**SLIDING, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16}
+MIXED_LAYERS: dict[str, Any] = {
+    **SLIDING,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "head_dim": 16,
+}
 
 CHEAP: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),

@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face folders: config, weights and a word tokenizer, as `save_pretrained` writes them."""
+"""Tiny random Hugging Face folders as `save_pretrained` writes them, with a tokenizer of words."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 160
+WHOLE = "1GB"  # larger than any of these models: one file
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -18,7 +19,7 @@ SIZES: dict[str, Any] = {
 
 
 def write_model(
-    folder: Path, kind: str, *, dtype: torch.dtype = torch.float32, shard: str = "1GB", **facts: Any
+    folder: Path, kind: str, *, dtype: torch.dtype = torch.float32, shard: str = WHOLE, **facts: Any
 ) -> Any:
     """Writes a model with random weights stored as `dtype`; gives it back as transformers reads it, in f32.
 
@@ -35,6 +36,7 @@ def write_model(
             else:
                 parameter.add_(noise * 0.1)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == (shard != WHOLE)
     write_tokenizer(folder)
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
@@ -42,5 +44,8 @@ def write_model(
 
 
 def write_tokenizer(folder: Path) -> None:
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3} | {f"w{i}": i for i in range(4, VOCAB)}
-    Tokenizer(models.WordLevel(words, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
+    """One token a word: "w4 w5" is [4, 5], and so on up to the vocabulary."""
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3} | {f"▁w{i}": i for i in range(4, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,0 +1,97 @@
+"""What was compiled runs without torch, transformers and the compiler's libraries, and starts quickly.
+
+Each program here is a process of its own; seconds are those of its processor time, whatever else runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashrt import engine
+from tests.end_to_end.tiny_hf import write_model
+
+FRONTEND = {"torch", "transformers", "safetensors", "gguf", "onnx"}
+COMPILER = {"numba", "networkx", "scipy"}
+PROMPT, TOKENS = "w4 w5 w6 w7 w8", 3
+
+REPORT = """
+import json, sys
+print(json.dumps([result, sorted({name.partition(".")[0] for name in sys.modules})]))
+"""
+GENERATE = """
+from flashrt.engine import LLM
+with LLM({model!r}, threads=2) as llm:
+    done = llm.generate({prompt!r}, raw=True, max_tokens={tokens}, ignore_eos=True)
+result = [done.tokens, done.text]
+"""
+
+
+@dataclass
+class Ran:
+    """What a program gave: its `result`, the top-level modules it had imported, its processor seconds."""
+
+    result: Any
+    modules: set[str]
+    seconds: float
+
+
+def run(program: str) -> Ran:
+    child = subprocess.Popen([sys.executable, "-c", program + REPORT], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    with child.stdout as stdout:
+        output = stdout.read()
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    result, modules = json.loads(output.splitlines()[-1])
+    return Ran(result, set(modules), usage.ru_utime + usage.ru_stime)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    write_model(path, "llama")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> Any:
+    """The tokens and their text; compiles the kernels, which a later process finds in the cache."""
+    with engine.LLM(str(folder), threads=2) as llm:
+        done = llm.generate(PROMPT, raw=True, max_tokens=TOKENS, ignore_eos=True)
+    return [list(done.tokens), done.text]
+
+
+def test_a_plan_runs_by_itself(folder: Path, wanted: Any, tmp_path: Path) -> None:
+    """A packed plan, in another process, with neither the model's folder nor its libraries."""
+    engine.compile(str(folder), tmp_path / "plan", pack=True)
+    (tmp_path / "plan").rename(tmp_path / "moved")
+    ran = run(GENERATE.format(model=str(tmp_path / "moved"), prompt=PROMPT, tokens=TOKENS))
+    assert ran.result == wanted
+    assert not ran.modules & (FRONTEND | COMPILER)
+    assert ran.seconds < 3.0
+
+
+def test_a_model_that_is_in_the_cache(folder: Path, wanted: Any) -> None:
+    ran = run(GENERATE.format(model=str(folder), prompt=PROMPT, tokens=TOKENS))
+    assert ran.result == wanted
+    assert not ran.modules & (FRONTEND | COMPILER)
+    assert ran.seconds < 3.0
+
+
+@pytest.mark.parametrize(
+    ("module", "seconds"), [("flashrt", 0.3), ("flashrt.cli.main", 1.0), ("flashrt.engine", 2.0)]
+)
+def test_import(module: str, seconds: float) -> None:
+    """Measured on a quiet machine: 0.05, 0.4 and 0.6 seconds."""
+    ran = run(f"import {module}; result = None")
+    assert not ran.modules & (FRONTEND | COMPILER)
+    assert ran.seconds < seconds, f"importing {module} takes {ran.seconds:.2f} s"
