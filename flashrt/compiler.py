@@ -9,16 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flashrt
 from flashrt.frontend.imported import Imported
-from flashrt.ir import laws, logical, micro, physical
+from flashrt.ir import logical, micro, physical
 from flashrt.ir.types import Symbol
 from flashrt.llm.scheduler import history_size
 from flashrt.machine import Machine
-from flashrt.passes import pipeline
 from flashrt.program import Plan, Variant
+
+if TYPE_CHECKING:
+    from flashrt.passes import pipeline
 
 SMALL = 16  # tokens in a step up to which the "small" variant runs (decode of some sequences)
 
@@ -63,6 +65,9 @@ def compile_model(
         PlanError: it can't be placed on the machine.
         LawError: a pass broke a law (a defect of ours; the message names the pass).
     """
+    # passes and laws are imported when something is compiled: a plan from the cache starts without them
+    from flashrt.passes.pipeline import weight_room
+
     variants: list[Variant] = []
     graph = imported.graph
     room: Mapping[str, int] = {}
@@ -70,7 +75,7 @@ def compile_model(
         planned = _plan(_narrowed(graph, lo, hi, options), machine, options, name, room, on_stage)
         variants.insert(0, Variant(name, lo, hi, planned.physical, replace(planned.stream, name=name)))
         # the widest variant leaves the least room; with the same room all keep the same weights resident
-        room = room or pipeline.weight_room(planned.physical.budgets)
+        room = room or weight_room(planned.physical.budgets)
     return Plan(
         name=graph.name,
         key=key,
@@ -117,6 +122,9 @@ def _plan(
     room: Mapping[str, int],
     on_stage: Callable[[Stage], None] | None,
 ) -> pipeline.Planned:
+    from flashrt.ir import laws
+    from flashrt.passes import pipeline
+
     last = time.perf_counter()
 
     def door(name: str, value: Any) -> None:

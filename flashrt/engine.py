@@ -20,7 +20,6 @@ from flashrt.backend import Backend, BlockSource, OpenDevice
 from flashrt.compiler import CompileOptions, Stage, compile_model, plan_key
 from flashrt.errors import ModelError, PlanError, ProgramError, RequestError
 from flashrt.frontend import models
-from flashrt.ir import laws
 from flashrt.ir.types import evaluate, size
 from flashrt.llm.chat import Chat
 from flashrt.llm.generate import Completion, Generator
@@ -199,6 +198,8 @@ def seal(folder: Path) -> Plan:
 
     Raises ParseError or LawError naming file or place, ProgramError when it isn't a plan.
     """
+    from flashrt.ir import laws  # only here: running a plan doesn't need them
+
     plan = program.load(folder, edited=True)
     laws.check(plan.logical, stage="model.logical")
     for variant in plan.variants:

@@ -40,6 +40,12 @@ _BY_CHANNEL: Mapping[str, Callable[[int], bool]] = {
     "linear": lambda i: i > 0,
 }
 
+# scheme of `quantize` → type of what it makes of f32[T,K]
+_ROUNDED: Mapping[str, Callable[[Dim, Dim], TensorType]] = {
+    "i8/32": lambda t, k: TensorType("u8", (t, k + ceildiv(k, BLOCK) * 4)),
+    "bf16": lambda t, k: TensorType("bf16", (ceildiv(t, BLOCK) * BLOCK, ceildiv(k, BLOCK) * BLOCK)),
+}
+
 
 def lower(graph: physical.Graph, machine: Machine | None = None) -> micro.Stream:
     """The serial stream. machine: gives the estimates of loading weights; without it they are 0."""
@@ -68,7 +74,7 @@ class _Lowering:
         self._merged = _parts_in_place(graph, self._outputs)
         self._slots: list[micro.Slot] = []
         self._homes: dict[tuple[str, str], int] = {}  # (value or input, device) → slot
-        self._quantised: dict[tuple[str, micro.SlotRef], micro.SlotRef] = {}
+        self._quantised: dict[tuple[str, micro.SlotRef, str], micro.SlotRef] = {}
         self._groups: list[_Group] = []
 
     def stream(self) -> micro.Stream:
@@ -171,24 +177,23 @@ class _Lowering:
             assert isinstance(bias, micro.BlockRef), node.name
             before = [micro.Bias(device=node.device, lane=COMPUTE, block=bias, node=node.name)]
         scheme = settings(node.numerics).get("act", "")
-        if scheme.startswith("i8/") and isinstance(args[0], micro.SlotRef):
+        if scheme in _ROUNDED and isinstance(args[0], micro.SlotRef):
             args[0] = self._quantise(node, args[0], scheme)
         self._dispatch(node, args, before)
 
     def _quantise(self, node: physical.Node, src: micro.SlotRef, scheme: str) -> micro.SlotRef:
         """The quantised form of a slot, made once for all products that take it."""
-        if (node.device, src) not in self._quantised:
+        if (node.device, src, scheme) not in self._quantised:
             type = self._type(node.inputs[0])
-            *rows, k = type.shape
-            small = TensorType("u8", (*rows, k + ceildiv(k, BLOCK) * 4))
+            small = _ROUNDED[scheme](*type.shape)
             dst = micro.SlotRef(self._slot(node.device, small))
             instr = micro.Quantize(
                 device=node.device, lane=COMPUTE, src=src, dst=dst, scheme=scheme,
                 bytes=type.bytes + small.bytes, node=node.name,
             )  # fmt: skip
             self._groups.append(_Group(node.device, [instr]))
-            self._quantised[node.device, src] = dst
-        return self._quantised[node.device, src]
+            self._quantised[node.device, src, scheme] = dst
+        return self._quantised[node.device, src, scheme]
 
     def _dispatch(
         self,

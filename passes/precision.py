@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from flashrt.errors import PlanError
 from flashrt.ir import logical
-from flashrt.ir.ops import EXACT, LINEAR_EXACT, LINEAR_I8, OPS
+from flashrt.ir.ops import EXACT, LINEAR_BF16, LINEAR_EXACT, LINEAR_I8, OPS
 from flashrt.ir.text import show_node
 from flashrt.ir.types import Weight
 from flashrt.layouts import LAYOUTS
 
-NUMERICS = (LINEAR_EXACT, LINEAR_I8)
+NUMERICS = (LINEAR_EXACT, LINEAR_I8, LINEAR_BF16)
 
 
 def precision(
@@ -21,7 +21,8 @@ def precision(
     """node, weight → node numerics=…, weight layout=…
 
     numerics: how linears are computed. With "act=i8/32 acc=f32" those whose weights are
-    quantised round their input to INT8 in blocks of 32; plain weights stay exact.
+    quantised round their input to INT8 in blocks of 32, with "act=bf16 acc=f32" they round
+    both sides to bf16; products with plain weights stay exact.
     exclude: operations or names, or dotted parts of names (`lm_head`, `layers.0`); linears among them
     stay exact, and so does a joint linear with such a part.
 

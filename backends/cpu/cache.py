@@ -53,7 +53,16 @@ def available(function: str) -> bool:
     if platform.machine() not in ("x86_64", "AMD64"):
         return entry.requires <= {"f16c"}  # other processors that we run on widen f16, too
     features = llvm.get_host_cpu_features()
-    return all(features.get(feature) for feature in entry.requires)
+    if not all(features.get(feature) for feature in entry.requires):
+        return False
+    return "amx-tile" not in entry.requires or tiles_permitted()
+
+
+@cache
+def tiles_permitted() -> bool:
+    """Whether this process may use AMX tiles: Linux wants to be asked first (arch_prctl)."""
+    syscall, request, tile_data = 158, 0x1023, 18
+    return sys.platform == "linux" and ctypes.CDLL(None).syscall(syscall, request, tile_data) == 0
 
 
 def function_of(kernel: str, numerics: str) -> str | None:

@@ -23,6 +23,7 @@ from flashrt.backends.cpu.vector import (
     load,
     spread,
     store,
+    store_bf16,
     store_i8,
     vabs,
     verf,
@@ -143,6 +144,20 @@ def copy() -> Any:
             source = types.int64(load_i32(which + 4 * r)) if which else types.int64(r)
             x = word(row, C.x) + source * word(row, C.x_stride)
             copy_bytes(word(row, C.y) + r * word(row, C.y_stride), x, word(row, C.bytes))
+
+    return kernel
+
+
+def round_bf16() -> Any:
+    """Rows of bf16, nearest and half to even, zeros up to whole blocks of 32 tokens and channels."""
+
+    def kernel(tid, nth, row):
+        k, count = word(row, Q.k), word(row, Q.t)
+        padded, width = (count + 31) // 32 * 32, (k + 31) // 32 * 32
+        for t in range(padded * tid // nth, padded * (tid + 1) // nth):
+            x, y = word(row, Q.x) + 4 * t * word(row, Q.x_stride), word(row, Q.y) + t * word(row, Q.y_stride)
+            for c in range(0, width, 16):
+                store_bf16(y + 2 * c, load(x + 4 * c, k - c if t < count else 0))
 
     return kernel
 

@@ -171,6 +171,9 @@ def _scratch(function: str, k: int, ops: Operands) -> tuple[tuple[int, int], int
     if function.startswith(("linear_vnni.", "linear_i8.")):
         each = rows.I8_TOKENS * rows.i8_row_bytes(k)
         return (ops.scratch(each), each), 64 if "vnni" in function else 4
+    if function.startswith("linear_amx."):
+        each = 2048 * ceildiv(k, 32)
+        return (ops.scratch(each), each), 256
     return (0, 0), 16
 
 
@@ -327,13 +330,17 @@ def _sample(instr: micro.Dispatch, ops: Operands) -> Encoded:
 
 def quantize(instr: micro.Quantize, ops: Operands) -> Encoded:
     """The row of a `quantize` instruction."""
-    if instr.scheme != "i8/32":
-        what = f"cpu: unknown scheme {instr.scheme!r}"
-        raise PlanError(what, lines=text.show_instr(instr), hint="known: i8/32")
     x, y = ops.tensor(instr.src), ops.tensor(instr.dst)
-    assert y.width == x.width + 4 * ceildiv(x.width, 32), (x.width, y.width)
-    fields = rows.Quantize(x.address, x.stride, y.address, y.stride, x.rows, x.width)
-    return Encoded("quantize", fields, x.rows * x.width * 4)
+    fields = rows.Quantize(x.address, x.stride, y.address, y.stride * y.item, x.rows, x.width)
+    match instr.scheme:
+        case "i8/32":
+            assert y.width == x.width + 4 * ceildiv(x.width, 32), (x.width, y.width)
+            return Encoded("quantize", fields, x.rows * x.width * 0.5)
+        case "bf16":
+            assert y.width == 32 * ceildiv(x.width, 32), (x.width, y.width)
+            return Encoded("quantize.bf16", fields, x.rows * x.width * 0.25)
+    what = f"cpu: unknown scheme {instr.scheme!r}"
+    raise PlanError(what, lines=text.show_instr(instr), hint="known: i8/32, bf16")
 
 
 ENCODERS: Mapping[str, Callable[[micro.Dispatch, Operands], Encoded]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flashrt.ir.ops import EXACT, LINEAR_EXACT, LINEAR_I8, OPS
+from flashrt.ir.ops import EXACT, LINEAR_BF16, LINEAR_EXACT, LINEAR_I8, OPS
 from flashrt.layouts import LAYOUTS, Layout
 
 
@@ -48,9 +48,17 @@ def _i8(layout: Layout) -> dict[str, KernelEntry]:
     }
 
 
+def _bf16(layout: Layout) -> dict[str, KernelEntry]:
+    """The product with bf16 activations, in tiles."""
+    requires = frozenset({"f16c", "avx512f", "avx512bw", "avx512bf16", "amx-tile", "amx-bf16"})
+    entry = KernelEntry("amx", "quantised_bf16", (layout.bits, layout.minimum), requires=requires)
+    return {f"linear_amx.{layout.name}": entry}
+
+
 PACKED = tuple(layout for layout in LAYOUTS.values() if layout.bits)
 KERNELS: Mapping[str, KernelEntry] = {
     **{name: entry for layout in PACKED for name, entry in _i8(layout).items()},
+    **{name: entry for layout in PACKED for name, entry in _bf16(layout).items()},
     **{name: entry for layout in LAYOUTS.values() for name, entry in _matrices(layout).items()},
     "rms_norm": KernelEntry("norm", "rms_norm"),
     "layer_norm": KernelEntry("norm", "layer_norm"),
@@ -66,6 +74,7 @@ KERNELS: Mapping[str, KernelEntry] = {
     **{f"activation.{act}": KernelEntry("elementwise", "activation", (act,)) for act in _ACTS},
     "copy": KernelEntry("elementwise", "copy"),
     "quantize": KernelEntry("elementwise", "quantize"),
+    "quantize.bf16": KernelEntry("elementwise", "round_bf16"),
     "sample": KernelEntry("sample", "sample"),
     "team_run": KernelEntry("walk", "team_run", arguments=4),
     "team_help": KernelEntry("walk", "team_help"),
@@ -76,6 +85,7 @@ KERNELS: Mapping[str, KernelEntry] = {
 _LINEARS: Mapping[str, tuple[str, ...]] = {
     LINEAR_EXACT: ("linear",),
     LINEAR_I8: ("linear_vnni", "linear_i8"),
+    LINEAR_BF16: ("linear_amx",),
 }
 
 

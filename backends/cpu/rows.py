@@ -202,7 +202,7 @@ class Copy(NamedTuple):
 
 
 class Quantize(NamedTuple):
-    """x f32[T,K] → y u8[T, K + 4*ceildiv(K,32)]; y_stride in bytes."""
+    """x f32[T,K] → y u8[T, K + 4*ceildiv(K,32)], or bf16[T', K'], both rounded up to 32; y_stride in bytes."""
 
     x: Dim
     x_stride: Dim

@@ -42,7 +42,7 @@ def _whole(b: ir.IRBuilder, words: ir.Value, bit: int, bits: int, zero: int) -> 
     return b.fsub(b.bitcast(b.or_(words, ints(_MAGIC)), V), constant(_BASE + zero))
 
 
-def _decode(b: ir.IRBuilder, q: ir.Value, j: int, bits: int, minimum: bool) -> list[tuple[int, ir.Value]]:
+def decode(b: ir.IRBuilder, q: ir.Value, j: int, bits: int, minimum: bool) -> list[tuple[int, ir.Value]]:
     """(k, quants of 16 channels) of the j-th 64 bytes of a block; see flashrt/layouts.py."""
     words = load_at(b, q, VI, 64 * j, 4)
     if bits == 8:
@@ -72,7 +72,7 @@ def quant_tile(bits: int, minimum: bool, tokens: int) -> Any:
                 at_x = [b.add(row, b.mul(loop.index, I64(128))) for row in rows]
                 chains = [[constant(0.0), constant(0.0)] for _ in range(tokens)]
                 for j in range(bits):
-                    for k, w in _decode(b, block, j, bits, minimum):
+                    for k, w in decode(b, block, j, bits, minimum):
                         for t in range(tokens):
                             xk = splat(b, load_at(b, at_x[t], F32, 4 * k, 4))
                             chains[t][k & 1] = muladd(b, w, xk, chains[t][k & 1])

@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import lower_builtin, models, register_model
 
-from flashrt.backends.cpu.intrinsics import F32, I8, I32, at, inner, intrinsic
+from flashrt.backends.cpu.intrinsics import F32, I8, I16, I32, at, inner, intrinsic
 
 LANES = 16
 V = ir.VectorType(F32, LANES)
@@ -240,6 +240,25 @@ def store_rounded(typing, address, v, count):
         return context.get_dummy_value()
 
     return types.void(types.int64, f32x16, types.int64), codegen
+
+
+@intrinsic
+def store_bf16(typing, address, v):
+    """16 bf16, nearest and half to even; a NaN stays one."""
+
+    def codegen(context, builder, signature, args):
+        bits = builder.bitcast(args[1], VI)
+        sixteen, one = (ir.Constant(VI, [n] * LANES) for n in (16, 1))
+        odd = builder.and_(builder.lshr(bits, sixteen), one)
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(VI, [0x7FFF] * LANES)))
+        quiet = builder.or_(bits, ir.Constant(VI, [0x400000] * LANES))
+        rounded = builder.select(builder.fcmp_unordered("uno", args[1], args[1]), quiet, rounded)
+        kind = ir.VectorType(I16, LANES)
+        narrow = builder.trunc(builder.lshr(rounded, sixteen), kind)
+        builder.store(narrow, at(builder, args[0], kind)).align = 2
+        return context.get_dummy_value()
+
+    return types.void(types.int64, f32x16), codegen
 
 
 @inner

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 from flashrt.backend import ABORT, I64, U8, Compute, Memory, Place, Rect
@@ -14,7 +15,7 @@ from flashrt.backends.reference.access import Access
 from flashrt.backends.reference.arrays import Array, attr_at
 from flashrt.backends.reference.evaluate import evaluate_node
 from flashrt.backends.reference.kernels import Kernel, kernels, read_kernel
-from flashrt.backends.reference.quants import dequantize, quantize
+from flashrt.backends.reference.quants import SCHEMES, dequantize
 from flashrt.errors import DeviceError, LawError
 from flashrt.ir import micro
 from flashrt.ir.ops import LINEAR_EXACT
@@ -162,8 +163,8 @@ def compute(row: Row, access: Access, env: Env) -> None:
     """Does what one instruction says; ranges of no width mean there is nothing to do."""
     match row.instr:
         case micro.Quantize(scheme=scheme) as q:
-            assert scheme == "i8/32", scheme
-            access.slot(q.dst, env)[...] = quantize(access.slot(q.src, env))
+            assert scheme in SCHEMES, scheme
+            access.slot(q.dst, env)[...] = SCHEMES[scheme](access.slot(q.src, env))
         case micro.Dispatch() as d:
             assert row.kernel is not None
             if d.dst is None or access.slot(d.dst, env).size:
@@ -208,7 +209,9 @@ def _arrays(args: Sequence[micro.Arg], device: str, access: Access, env: Env) ->
 
 
 def _linear(args: list[Array], out: TensorType, numerics: str) -> Array:
-    """x is f32, or the u8 that a `quantize` made of it; then it isn't quantised again."""
+    """x is f32, or the u8 or bf16 that a `quantize` made of it; then it isn't quantised again."""
+    if args[0].dtype == ml_dtypes.bfloat16:
+        args[0] = args[0][: out.shape[0], : args[1].shape[1]].astype(np.float32)
     if args[0].dtype == np.uint8:
         args[0], numerics = dequantize(args[0]), LINEAR_EXACT
     return evaluate_node("linear", args, {}, out, numerics)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from flashrt.backends.reference.evaluate import known
 from flashrt.errors import PlanError
-from flashrt.ir.ops import EXACT, LINEAR_EXACT, LINEAR_I8, OPS
+from flashrt.ir.ops import EXACT, LINEAR_BF16, LINEAR_EXACT, LINEAR_I8, OPS
 from flashrt.layouts import LAYOUTS
 
 EPILOGUES = ("", "+bias", "+residual", "+bias+residual")
+_LINEAR = (LINEAR_EXACT, LINEAR_I8, LINEAR_BF16)
 _DOTTED = ("aten", "flashrt")  # rooms whose operations have a dot in their name
 
 
@@ -41,7 +42,7 @@ def kernels() -> tuple[tuple[str, str], ...]:
     for op, entry in OPS.items():
         if op == "linear":
             names = [f"linear.{layout}{epilogue}" for layout in LAYOUTS for epilogue in EPILOGUES]
-            pairs += [(name, numerics) for name in names for numerics in (LINEAR_EXACT, LINEAR_I8)]
+            pairs += [(name, numerics) for name in names for numerics in _LINEAR]
         elif entry.weighted is not None:
             pairs += [(f"{op}.{layout}", entry.numerics) for layout in LAYOUTS]
         else:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from flashrt.backends.reference.arrays import F32, Array, AttrMap, Op, real, shape_at
-from flashrt.backends.reference.quants import fake_quantize
+from flashrt.backends.reference.quants import fake_quantize, round_bf16
 from flashrt.backends.reference.sample import sample
 from flashrt.errors import PlanError
-from flashrt.ir.ops import LINEAR_I8
+from flashrt.ir.ops import LINEAR_BF16, LINEAR_I8
 from flashrt.ir.types import TensorType
 
 _erf = np.frompyfunc(math.erf, 1, 1)
@@ -97,13 +97,18 @@ def _embedding(inputs: Sequence[Array], attrs: AttrMap, out: TensorType) -> Arra
 
 
 def linear(inputs: Sequence[Array], numerics: str) -> F32:
-    """x·wᵀ, then + bias, then + residual; with "act=i8/32 …" x is quantised first.
+    """x·wᵀ, then + bias, then + residual; with "act=i8/32 …" x is quantised first, with
+    "act=bf16 …" x and w are rounded to bf16 first.
 
     einsum, not a BLAS product: an element's sum is then taken in the same order however many
     rows and channels stand beside it, so that any batch and any column split give the same bits.
     """
     x, w, *rest = (real(a) for a in inputs)
-    y = np.einsum("...k,nk->...n", fake_quantize(x) if numerics == LINEAR_I8 else x, w)
+    if numerics == LINEAR_I8:
+        x = fake_quantize(x)
+    elif numerics == LINEAR_BF16:
+        x, w = round_bf16(x), round_bf16(w)
+    y = np.einsum("...k,nk->...n", x, w)
     for addend in rest:
         y = y + addend
     return y

@@ -1,10 +1,13 @@
-"""Activation quantisation, scheme "i8/32": the definition."""
+"""Activation quantisation, schemes "i8/32" and "bf16": the definition."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
+import ml_dtypes
 import numpy as np
 
-from flashrt.backends.reference.arrays import F32
+from flashrt.backends.reference.arrays import F32, Array
 from flashrt.layouts import BLOCK, U8
 
 
@@ -33,6 +36,21 @@ def dequantize(data: U8) -> F32:
     return (_blocks(values) * scale[..., None]).reshape(data.shape[0], -1)[:, :k]
 
 
+def round_bf16(x: F32) -> F32:
+    """x rounded to bf16, half to even."""
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def padded_bf16(x: F32) -> Array:
+    """x f32[T, K] → bf16, T and K rounded up to multiples of 32 with zeros."""
+    t, k = x.shape
+    return np.pad(x, ((0, -t % BLOCK), (0, -k % BLOCK))).astype(ml_dtypes.bfloat16)
+
+
 def fake_quantize(x: F32) -> F32:
     """x rounded to what its quantised form holds."""
     return dequantize(quantize(x))
+
+
+# schemes of the `quantize` instruction
+SCHEMES: Mapping[str, Callable[[F32], Array]] = {"i8/32": quantize, "bf16": padded_bf16}

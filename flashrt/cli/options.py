@@ -81,10 +81,11 @@ def obtain(
 
 def _compile_options(context: int | None, tokens: int | None, without: list[str] | None) -> CompileOptions:
     from flashrt.compiler import CompileOptions
-    from flashrt.passes.pipeline import check_names
-
     names = tuple(sorted(set(without or ())))
-    check_names(names)
+    if names:
+        from flashrt.passes.pipeline import check_names
+
+        check_names(names)
     return CompileOptions(context=context, tokens=tokens or TOKENS, without=names)
 
 

@@ -128,14 +128,17 @@ class Evict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize:
-    """Quantise activations: `src` (f32) becomes `dst` (i8 values and one f32 scale a block).
+    """Round activations: `src` (f32) becomes `dst`, in a smaller number format.
 
     scheme "i8/32": blocks of 32 along the last axis, symmetric, scale = largest
     magnitude / 127. `dst` has type u8[T, K + 4*ceildiv(K,32)]: K quantised
     bytes followed by the scales.
 
+    scheme "bf16": nearest, half to even. `dst` has type bf16[T', K'] with T and K
+    rounded up to multiples of 32; what lies beyond `src` is 0.
+
     src: the activations.
-    dst: where values and scales go.
+    dst: where the rounded values go.
     scheme: number format and block size.
     bytes: bytes read and written.
     """

@@ -23,6 +23,7 @@ PAGE = 16  # tokens in a page of the KV cache
 EXACT = "acc=f32"
 LINEAR_EXACT = "act=f32 acc=f32"
 LINEAR_I8 = "act=i8/32 acc=f32"
+LINEAR_BF16 = "act=bf16 acc=f32"
 
 ANY = ("gpu", "npu", "cpu")
 NO_NPU = ("gpu", "cpu")
