@@ -63,13 +63,16 @@ def compile_model(
 
     Raises:
         PlanError: it can't be placed on the machine.
-        LawError: a pass broke a law (a defect of ours; the message names the pass).
+        LawError: the model's graph breaks a law, as a `.logical` written by hand may, or a pass broke one
+            (a defect of ours); the message says which.
     """
     # passes and laws are imported when something is compiled: a plan from the cache starts without them
+    from flashrt.ir import laws
     from flashrt.passes.pipeline import weight_room
 
     variants: list[Variant] = []
     graph = imported.graph
+    laws.check(graph, stage="as it was read")
     room: Mapping[str, int] = {}
     for name, lo, hi in reversed(_ranges(graph, options)):
         planned = _plan(_narrowed(graph, lo, hi, options), machine, options, name, room, on_stage)
@@ -132,7 +135,7 @@ def _plan(
         now = time.perf_counter()
         # costs and cuts are tables, not levels; what `place` makes has its laws once `transfer` is through
         if isinstance(value, logical.Graph | physical.Graph | micro.Stream) and name != "place":
-            laws.check(value, stage=name)
+            laws.check(value, stage=f"after {name}")
         if on_stage is not None:
             on_stage(Stage(variant, name, now - last, value))
         last = time.perf_counter()
@@ -148,7 +151,8 @@ def code_digest() -> str:
     """Identifies the code that makes plans: a plan made by other code isn't reused."""
     root = Path(flashrt.__file__).parent
     digest = hashlib.sha256()
-    for room in ("ir", "passes", "frontend", "layouts.py", "machine.py", "compiler.py", "program.py"):
+    files = ("layouts.py", "machine.py", "compiler.py", "program.py")
+    for room in ("ir", "passes", "frontend", "weights", *files):
         place = root / room
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             digest.update(path.read_bytes())

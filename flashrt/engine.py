@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from flashrt import knobs, program
 from flashrt.backend import Backend, BlockSource, OpenDevice
 from flashrt.compiler import CompileOptions, Stage, compile_model, plan_key
 from flashrt.errors import ModelError, PlanError, ProgramError, RequestError
 from flashrt.frontend import models
-from flashrt.ir.types import evaluate, size
+from flashrt.ir import micro
+from flashrt.ir.types import size
 from flashrt.llm.chat import Chat
 from flashrt.llm.generate import Completion, Generator
 from flashrt.llm.kv import pages_for
@@ -58,11 +57,9 @@ def machine_picture(devices: Sequence[str] = ("cpu:0",)) -> Machine:
     devices: ids; "cpu:0" is the host, "reference:0" and "null:0" pretend to be it.
     """
     host = snapshot.snapshot()
-    chosen = []
-    for id in devices:
-        kind = id.partition(":")[0]
-        chosen.append(replace(_host_as(host, id), kernels=_backend(kind).kernels()))
-    return replace(host, devices=tuple(chosen))
+    chosen = tuple(_host_as(host, id) for id in devices)
+    kernels = {kind: _backend(kind).kernels() for kind in {d.kind for d in chosen}}
+    return replace(host, devices=chosen).with_kernels(kernels)
 
 
 def _host_as(host: Machine, id: str) -> Device:
@@ -92,9 +89,11 @@ def open_plan(
 ) -> Program:
     """Opens a plan on this machine. Raises ProgramError when it was made for another.
 
+    threads: of the CPU team; None takes FLASHRT_THREADS, or one per core.
     source: where weights come from, in place of the plan's own.
     on_progress: (kernel, done, of), called while kernels are made ready.
     """
+    threads = threads or knobs.THREADS.get()
     used = {i.device for v in plan.variants for i in v.stream.instrs}
     opened: dict[str, OpenDevice] = {}
     backends: dict[str, Backend] = {}
@@ -112,11 +111,17 @@ def open_plan(
 
 
 def _check_device(plan: Plan, spec: Device, backend: Backend) -> None:
-    missing = set(spec.kernels) - set(backend.kernels())
+    used = {
+        (i.kernel, i.numerics)
+        for v in plan.variants
+        for i in v.stream.instrs
+        if isinstance(i, micro.Dispatch) and i.device == spec.id and not i.kernel.startswith("host.")
+    }
+    missing = sorted(f"{kernel} ({numerics})" for kernel, numerics in used - set(backend.kernels()))
     if missing:
         raise ProgramError(
             f"the plan {plan.name} was made for {spec.name} and uses kernels that aren't here: "
-            f"{', '.join(sorted(k for k, _ in missing)[:3])} …",
+            f"{', '.join(missing[:3])}{' …' * (len(missing) > 3)}",
             hint="compile it again on this machine: flashrt compile MODEL -o PLAN",
         )
 
@@ -128,11 +133,6 @@ class Compiled:
 
     plan: Plan
     cached: bool
-
-
-def cache_folder() -> Path:
-    """Where compiled plans, kernels and measured rates are kept."""
-    return knobs.CACHE.get() or Path(platformdirs.user_cache_dir("flashrt"))
 
 
 def obtain(
@@ -152,7 +152,7 @@ def obtain(
         return Compiled(program.load(Path(source.place)), cached=True)
     machine = machine_picture(devices)
     key = plan_key(source.identity(), options, machine)
-    folder = cache_folder() / "plans" / key
+    folder = knobs.cache_folder() / "plans" / key
     if not fresh and (kept := _kept(folder)):
         return kept
     program.check_output(folder)
@@ -163,7 +163,24 @@ def obtain(
         plan = compile_model(
             models.read_model(source, context=options.context), machine, options, key=key, on_stage=on_stage
         )
+        _check_host_rows(plan)
         return Compiled(program.save(plan, folder), cached=False)
+
+
+def _check_host_rows(plan: Plan) -> None:
+    """Raises PlanError for an operation that not even the reference implementation has."""
+    from flashrt.backends.reference.kernels import read_kernel
+
+    for node in plan.variants[0].physical.nodes:
+        if node.op.startswith("host."):
+            try:
+                read_kernel(node.op)
+            except PlanError as error:
+                raise PlanError(
+                    f"%{node.name} is {node.op.removeprefix('host.')}, which no device can run "
+                    "and the reference implementation lacks",
+                    hint=error.hint,
+                ) from None
 
 
 def _kept(folder: Path) -> Compiled | None:
@@ -274,7 +291,8 @@ class LLM:
             )
         self.chat = Chat(self.plan.chat)
         self.context = self.plan.chat.context
-        pages = page_count(self.plan, self.context, sequences)
+        free = snapshot.snapshot().devices[0].free
+        pages = page_count(self.plan, self.context, sequences, free)
         self.program = open_plan(self.plan, pages=pages, threads=threads, on_progress=on_progress)
         most = max(s.hi for v in self.plan.variants for s in v.stream.symbols if s.name == "S")
         self.generator = Generator(
@@ -359,13 +377,26 @@ def vocabulary(plan: Plan) -> int:
     return size(next(n for n in plan.logical.nodes if n.name == logits).type.shape[-1], {})
 
 
-def page_count(plan: Plan, context: int, sequences: int) -> int:
-    """Pages for `sequences` whole contexts, or as many as half of the free memory holds."""
-    stream = plan.variants[0].stream
-    page = sum(evaluate(s.type.bytes, {"P": 1}) for s in stream.states)
-    wanted = pages_for(context) * sequences
-    free = plan.machine.devices[0].free or plan.machine.devices[0].memory
-    affordable = int(free // 2 // page) if page else wanted
-    if affordable < 1:
-        raise PlanError(f"not even one page of the KV cache ({page} bytes) fits the free memory")
-    return min(wanted, affordable)
+def page_count(plan: Plan, context: int, sequences: int, free: int | None = None) -> int:
+    """Pages for `sequences` whole contexts, or as many as the plan's budgets and half of `free` hold.
+
+    free: bytes of host memory that are free now, None when not known.
+
+    Raises:
+        PlanError: there is no room for a single page.
+    """
+    pages = pages_for(context) * sequences
+    for graph in (v.physical for v in plan.variants):
+        for budget in graph.budgets:
+            held = {s for n in graph.nodes if n.device == budget.device for s in (*n.reads, *n.writes)}
+            page = sum(size(s.type.bytes, {"P": 1}) for s in graph.states if s.name in held)
+            left = budget.limit - budget.weights - budget.activations
+            left = left if free is None else min(left, free // 2)
+            if page and left < page:
+                raise PlanError(
+                    f"no room for the KV cache on {budget.device}: a page takes {page} bytes, {max(left, 0)} "
+                    "are left for it",
+                    hint="free some memory, or compile with fewer tokens a step",
+                )
+            pages = min(pages, left // page) if page else pages
+    return pages

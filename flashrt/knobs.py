@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import platformdirs
+
 from flashrt.errors import KnobError
 
 V = TypeVar("V")
@@ -59,3 +61,8 @@ CACHE = Knob[Path | None](
 POISON = Knob("FLASHRT_POISON", False, _flag, "1: fill freed memory with NaN patterns (for tests)")
 
 ALL: tuple[Knob[int] | Knob[bool] | Knob[Path | None], ...] = (THREADS, CACHE, POISON)
+
+
+def cache_folder() -> Path:
+    """Where compiled plans, kernels, verdicts and measured rates are kept; it need not exist yet."""
+    return CACHE.get() or Path(platformdirs.user_cache_dir("flashrt"))

@@ -26,7 +26,7 @@ import secrets
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,11 +39,12 @@ from flashrt.backend import BlockSource, OpenDevice
 from flashrt.errors import ProgramError, RequestError
 from flashrt.frontend.imported import ChatFacts
 from flashrt.ir import logical, micro, physical, text
+from flashrt.ir.ops import PAGE
 from flashrt.ir.types import TensorType
 from flashrt.machine import Machine, from_json, to_json
 from flashrt.runtime.arena import Residents
 from flashrt.runtime.executor import Executor
-from flashrt.runtime.step import Arrays, bind
+from flashrt.runtime.step import as_arrays, bind
 from flashrt.runtime.trace import Trace
 from flashrt.weights.index import WeightIndex
 from flashrt.weights.packed import PackedSource, index_from_json, index_to_json, write_packed
@@ -92,7 +93,7 @@ class Plan:
     def inputs(self) -> dict[str, TensorType]:
         return {i.name: i.type for i in self.logical.inputs}
 
-    def source(self) -> BlockSource:
+    def source(self) -> PackedSource | IndexSource:
         """Opens the weight bytes. Raises ModelError when a file is missing or has changed."""
         if self.packed is not None:
             return PackedSource(self.packed)
@@ -252,6 +253,7 @@ def load(folder: Path, *, edited: bool = False) -> Plan:
         ProgramError: not a plan, corrupt (names the file), or written by another format.
         ParseError: an edited text doesn't parse.
     """
+    folder = folder.absolute()
     manifest = read_manifest(folder)
     read = _Reader(folder, manifest["files"], edited)
     try:
@@ -356,6 +358,11 @@ class Program:
 
     devices: open devices by id; the program closes them. host: the reference device for host rows.
     pages: size of the paged KV cache, in pages (0 for a model without one).
+    source: where weights come from, in place of the plan's own; the caller closes it.
+
+    Raises:
+        ProgramError: a model with a KV cache and no pages for it.
+        ModelError: a file of weights is missing or has changed.
     """
 
     def __init__(
@@ -368,9 +375,20 @@ class Program:
         source: BlockSource | None = None,
         poison: bool = False,
     ) -> None:
+        if pages < 1 and any(v.stream.states for v in plan.variants):
+            raise ProgramError(
+                f"{plan.name} keeps a KV cache and was opened with {pages} pages",
+                hint=f"pages=N: room for N times {PAGE} tokens",
+            )
         self.plan, self.pages = plan, pages
         self.devices, self._host, self._poison = devices, host, poison
-        self.residents = Residents(devices, source or plan.source(), {"P": pages} if pages else {})
+        self._closed, self._held = False, ExitStack()
+        if source is None:
+            own = source = plan.source()
+            self._held.callback(own.close)
+        for device in (*devices.values(), host):
+            self._held.callback(device.close)
+        self.residents = Residents(devices, source, {"P": pages} if pages else {})
         self._executors: dict[str, Executor] = {}
         self._last: Executor | None = None
         self.trace: Trace | None = None
@@ -380,7 +398,9 @@ class Program:
         for variant in self.plan.variants:
             self._executor(variant)
 
-    def call(self, inputs: Arrays, symbols: Mapping[str, int] | None = None) -> dict[str, NDArray[Any]]:
+    def call(
+        self, inputs: Mapping[str, Any], symbols: Mapping[str, int] | None = None
+    ) -> dict[str, NDArray[Any]]:
         """Runs one step.
 
         Args:
@@ -391,10 +411,12 @@ class Program:
             The outputs by name. State (the KV cache) stays inside.
 
         Raises:
-            RequestError: names, shapes or indices don't fit; nothing ran.
+            RequestError: names, shapes, values or indices don't fit, or it is closed; nothing ran.
             DeviceError: a device failed.
         """
-        arrays = {name: np.asarray(value) for name, value in inputs.items()}
+        if self._closed:
+            raise RequestError(f"the program {self.plan.name} is closed")
+        arrays = as_arrays(self.plan.inputs, inputs)
         env = bind(self.plan.inputs, arrays, symbols or {})
         executor = self._executor(self._variant(env.get("T", 0)))
         if self._last is not None and self._last is not executor:
@@ -425,11 +447,12 @@ class Program:
 
     def close(self) -> None:
         """Ends lanes, closes devices, drops memory. Idempotent."""
+        self._closed = True
         for executor in self._executors.values():
             executor.close()
         self._executors, self._last = {}, None
-        for device in (*self.devices.values(), self._host):
-            device.close()
+        self.residents.clear()
+        self._held.close()
 
     def __enter__(self) -> Program:
         return self

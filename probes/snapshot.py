@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
-
 from flashrt import knobs
 from flashrt.errors import KnobError
 from flashrt.machine import Device, Machine, Measured
@@ -87,5 +85,5 @@ def recall(device: Device | None = None, *, folder: Path | None = None) -> Recal
 def _file(device: Device, folder: Path | None) -> Path:
     """One file a machine: rates of fewer cores or another processor don't count here."""
     name = json.dumps([device.name, device.cores, device.features])
-    cache = folder or knobs.CACHE.get() or Path(platformdirs.user_cache_dir("flashrt"))
-    return cache / "rates" / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    return (folder or knobs.cache_folder()) / "rates" / f"{digest}.json"

@@ -31,7 +31,7 @@ from flashrt.backends.cpu.intrinsics import (
 )
 from flashrt.backends.cpu.linear import Kernel, L, finish
 from flashrt.backends.cpu.tiles import VH, decode, load_at
-from flashrt.backends.cpu.vector import LANES, VI, V, call, load_whole, muladd
+from flashrt.backends.cpu.vector import LANES, VI, V, call, load_whole, muladd, store_whole
 from flashrt.layouts import BLOCK
 
 TILE = 1024  # bytes
@@ -143,6 +143,28 @@ def quantised_bf16(bits: int, minimum: bool) -> Kernel:
         for i in range(blocks):
             fill(dst + 2 * TILE * i, weights + i * quant_bytes, s + 32 * i, m + 32 * i)
 
+    @inner
+    def store_sums(row, sums, first, tokens, channel):
+        """Sums of up to 32 tokens × 32 channels, with their epilogue."""
+        n, residual = word(row, L.n), word(row, L.residual)
+        bias, y_stride = operand(row, L.bias_at, L.bias), 4 * word(row, L.y_stride)
+        if bias != 0 or n - channel < 32:
+            for t in range(tokens):
+                for c in range(channel, min(n, channel + 32), 16):
+                    finish(row, load_whole(sums + 128 * t + 4 * (c - channel)), first + t, c, n - c)
+            return
+        y = word(row, L.y) + first * y_stride + 4 * channel
+        more_stride = 4 * word(row, L.residual_stride)
+        more = residual + first * more_stride + 4 * channel
+        for t in range(tokens):
+            low, high = load_whole(sums + 128 * t), load_whole(sums + 128 * t + 64)
+            if residual != 0:
+                low, high = low + load_whole(more), high + load_whole(more + 64)
+                more += more_stride
+            store_whole(y, low)
+            store_whole(y + 64, high)
+            y += y_stride
+
     def kernel(tid, nth, row):
         n, t_count, blocks = word(row, L.n), word(row, L.t), (word(row, L.k) + 31) >> 5
         weights, x_stride = operand(row, L.w_at, L.w), 2 * word(row, L.x_stride)
@@ -157,10 +179,7 @@ def quantised_bf16(bits: int, minimum: bool) -> Kernel:
             for first in range(0, t_count, 32):
                 # the tiles of a second group that isn't there hold anything: nobody reads those sums
                 tile_product(word(row, L.x) + first * x_stride, x_stride, tiles, blocks, sums)
-                for t in range(min(t_count - first, 32)):
-                    for i in range(count):
-                        channel = 32 * pair + 16 * i
-                        finish(row, load_whole(sums + 128 * t + 64 * i), first + t, channel, n - channel)
+                store_sums(row, sums, first, min(t_count - first, 32), 32 * pair)
         tiles_off()
 
     return kernel

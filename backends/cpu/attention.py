@@ -2,19 +2,25 @@
 
 State kv f32[P, 2, heads, 16, dim]: index 0 keys, 1 values. One (token, head)
 pair is one thread's work, its sums depend on nothing else: so neither the
-number of threads nor the other tokens of a step change a bit.
+number of threads nor the other tokens of a step change a bit. Tokens of one
+sequence that follow each other are taken together, page by page.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
 from flashrt.backends.cpu import rows
 from flashrt.backends.cpu.intrinsics import (
+    I64,
     copy_bytes,
     inner,
+    intrinsic,
     load_f32,
     load_i32,
     number,
@@ -23,12 +29,22 @@ from flashrt.backends.cpu.intrinsics import (
     store_f32,
     word,
 )
+from flashrt.backends.cpu.tiles import load_at
 from flashrt.backends.cpu.vector import (
+    LANES,
+    VI,
+    V,
+    any_above,
+    constant,
+    f32x16,
     fma,
     lane_max,
     lane_sum,
+    lanes_between,
     load,
     load_whole,
+    masked_load,
+    muladd,
     spread,
     store,
     store_whole,
@@ -67,14 +83,6 @@ def kv_write() -> Any:
 
 
 @inner
-def dot(a, b, count):
-    total = spread(types.float32(0))
-    for c in range(0, count, 16):
-        total = fma(load(a + 4 * c, count - c), load(b + 4 * c, count - c), total)
-    return lane_sum(total)
-
-
-@inner
 def length_of(row, seq):
     """One more than the largest position that a sequence has in this step."""
     longest = types.int64(0)
@@ -84,79 +92,268 @@ def length_of(row, seq):
     return longest
 
 
+@cache
+def sixteen_dots(size: int) -> Any:
+    """dots(q, keys, stride, dim) → lane i: q · (the key i·stride bytes beyond `keys`).
+
+    size: dim when it is known beforehand, with keys that lie close; else 0. Lanes add up as in
+    `vector.tree`, whatever the size.
+    """
+
+    @intrinsic
+    def dots(typing, q, keys, stride, dim):
+        def codegen(context, b, signature, args):
+            q, keys, stride, dim = args
+            if size:
+                # constant distances: no registers for sixteen addresses
+                stride, dim = I64(4 * size), I64(size)
+            sums = [cgutils.alloca_once_value(b, constant(0.0)) for _ in range(LANES)]
+
+            def add(c: ir.Value, load: Any) -> None:
+                one, line = load(b.add(q, c)), b.add(keys, c)
+                for i, total in enumerate(sums):
+                    b.store(muladd(b, one, load(b.add(line, b.mul(stride, I64(i)))), b.load(total)), total)
+
+            for c in range(size // LANES):
+                add(I64(64 * c), lambda address: load_at(b, address, V, 0, 4))
+            if not size:
+                with cgutils.for_range(b, b.lshr(dim, I64(4))) as loop:
+                    add(b.mul(loop.index, I64(64)), lambda address: load_at(b, address, V, 0, 4))
+                rest = b.and_(dim, I64(15))
+                with b.if_then(b.icmp_signed("!=", rest, I64(0))):
+                    beyond = b.mul(b.lshr(dim, I64(4)), I64(64))
+                    add(beyond, lambda address: masked_load(b, address, rest))
+            return _joined(b, [b.load(total) for total in sums])
+
+        return f32x16(*[types.int64] * 4), codegen
+
+    return dots
+
+
+dots_64, dots_128, dots_any = (sixteen_dots(size) for size in (64, 128, 0))
+
+
+def _joined(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
+    """Sixteen vectors → one: lane i is the sum of vector i, half added to half, as `tree` does it."""
+    width = LANES // 2
+    while width:
+        low = [i // width % 2 * LANES + i // (2 * width) * 2 * width + i % width for i in range(LANES)]
+        high = [i + width for i in low]
+        orders = [ir.Constant(VI, order) for order in (low, high)]
+        pairs = zip(vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :], strict=True)
+        vectors = [b.fadd(*(b.shuffle_vector(one, two, order) for order in orders)) for one, two in pairs]
+        width //= 2
+    return vectors[0]
+
+
 @inner
-def score_page(row, q, keys, first, last, scores):
+def score_page(row, q, keys, first, last):
     """Scores of rows [first, last) of a page; -inf in the other lanes."""
-    dim, stride = word(row, A.k_dim), 4 * word(row, A.dim)
-    store_whole(scores, spread(types.float32(0)))
-    for i in range(first, last):
-        store_f32(scores + 4 * i, dot(q, keys + i * stride, dim))
-    v = load_whole(scores) * spread(types.float32(number(row, A.f64_scale)))
+    dim, k_dim = word(row, A.dim), word(row, A.k_dim)
+    if dim == 64 and k_dim == 64:
+        v = dots_64(q, keys, 256, 64)
+    elif dim == 128 and k_dim == 128:
+        v = dots_128(q, keys, 512, 128)
+    else:
+        v = dots_any(q, keys, 4 * dim, k_dim)
+    v = v * spread(types.float32(number(row, A.f64_scale)))
     cap = types.float32(number(row, A.f64_softcap))
     if cap > 0:
         v = spread(cap) * vtanh(v / spread(cap))
-    store_whole(scores, v)
-    for i in range(first):
-        store_f32(scores + 4 * i, types.float32(-float("inf")))
-    for i in range(last, 16):
-        store_f32(scores + 4 * i, types.float32(-float("inf")))
+    return v if last - first == 16 else lanes_between(v, first, last, types.float32(-float("inf")))
 
 
 @inner
-def mix_page(row, values, first, last, weights, shrink, y):
-    """y = y·shrink + Σ weights·values"""
+def load_four(address):
+    """64 floats."""
+    at = address
+    return load_whole(at), load_whole(at + 64), load_whole(at + 128), load_whole(at + 192)
+
+
+@inner
+def store_four(address, v0, v1, v2, v3):
+    """64 floats."""
+    store_whole(address, v0)
+    store_whole(address + 64, v1)
+    store_whole(address + 128, v2)
+    store_whole(address + 192, v3)
+
+
+@inner
+def mix_page(row, values, first, last, weights, y):
+    """y += Σ weights·values"""
     dim, stride = word(row, A.v_dim), 4 * word(row, A.dim)
-    for c in range(0, dim, 16):
-        total = load(y + 4 * c, dim - c) * spread(shrink)
+    c = 0
+    while dim - c >= 64:
+        y0, y1, y2, y3 = load_four(y + 4 * c)
+        for i in range(first, last):
+            one = spread(load_f32(weights + 4 * i))
+            v0, v1, v2, v3 = load_four(values + i * stride + 4 * c)
+            y0, y1, y2, y3 = fma(one, v0, y0), fma(one, v1, y1), fma(one, v2, y2), fma(one, v3, y3)
+        store_four(y + 4 * c, y0, y1, y2, y3)
+        c += 64
+    while c < dim:
+        total = load(y + 4 * c, dim - c)
         for i in range(first, last):
             total = fma(spread(load_f32(weights + 4 * i)), load(values + i * stride + 4 * c, dim - c), total)
         store(y + 4 * c, total, dim - c)
+        c += 16
 
 
 @inner
-def attend(row, t, head, q, y, scores):
-    """One head of one token."""
-    position = types.int64(load_i32(word(row, A.positions) + 4 * t))
-    seq = types.int64(load_i32(word(row, A.seq) + 4 * t))
-    kv_heads, window = word(row, A.kv_heads), word(row, A.window)
-    page_bytes = 64 * word(row, A.dim)
-    kv_head = head // (word(row, A.heads) // kv_heads)
-    end = position + 1 if word(row, A.causal) else length_of(row, seq)
-    start = max(position + 1 - window, 0) if window > 0 else types.int64(0)
+def mix_two(values, stride, dim, weights, y, y_stride):
+    """`mix_page` of two tokens that see the whole page; dim is a multiple of 64."""
+    z = y + y_stride
+    for c in range(0, 4 * dim, 256):
+        y0, y1, y2, y3 = load_four(y + c)
+        z0, z1, z2, z3 = load_four(z + c)
+        for i in range(16):
+            one, two = spread(load_f32(weights + 4 * i)), spread(load_f32(weights + 64 + 4 * i))
+            v0, v1, v2, v3 = load_four(values + c + i * stride)
+            y0, y1, y2, y3 = fma(one, v0, y0), fma(one, v1, y1), fma(one, v2, y2), fma(one, v3, y3)
+            z0, z1, z2, z3 = fma(two, v0, z0), fma(two, v1, z1), fma(two, v2, z2), fma(two, v3, z3)
+        store_four(y + c, y0, y1, y2, y3)
+        store_four(z + c, z0, z1, z2, z3)
+
+
+@inner
+def scale_row(y, dim, by):
+    """y *= by"""
+    for c in range(0, dim, 16):
+        store(y + 4 * c, load(y + 4 * c, dim - c) * spread(by), dim - c)
+
+
+@inner
+def weigh_page(row, scores, state, y):
+    """Scores → weights, in place. state: sixteen sums of weights, then the highest score so far.
+
+    A higher one makes all that was summed before smaller.
+    """
+    v, top, total = load_whole(scores), load_f32(state + 64), load_whole(state)
+    if any_above(v, top):
+        higher = max(top, lane_max(v))
+        shrink = lane_max(vexp(spread(top - higher)))
+        total = total * spread(shrink)
+        scale_row(y, word(row, A.v_dim), shrink)
+        store_f32(state + 64, higher)
+        top = higher
+    weights = vexp(v - spread(top))
+    store_whole(scores, weights)
+    store_whole(state, total + weights)
+
+
+@inner
+def start_of(row, position):
+    """The first key that a token at this position sees."""
+    window = word(row, A.window)
+    return max(position + 1 - window, 0) if window > 0 else types.int64(0)
+
+
+@inner
+def begin_row(row, head, state, y):
+    """Nothing is summed yet, but for a sink: a score of weight 1 without a value."""
     sinks = operand(row, A.sinks_at, A.sinks)
-    top, total = types.float32(-float("inf")), types.float32(0)
+    store_whole(state, spread(types.float32(0)))
+    store_f32(state + 64, types.float32(-float("inf")))
     if sinks != 0:
-        top, total = load_f32(sinks + 4 * head), types.float32(1)
+        store_f32(state, types.float32(1))
+        store_f32(state + 64, load_f32(sinks + 4 * head))
     for c in range(0, word(row, A.v_dim), 16):
         store(y + 4 * c, spread(types.float32(0)), word(row, A.v_dim) - c)
-    for chunk in range(start >> 4, (end + 15) >> 4):
+
+
+@inner
+def end_of(row, position, length):
+    """One past the last key that a token at this position sees; length: of its sequence."""
+    return position + 1 if word(row, A.causal) else length
+
+
+@inner
+def attend_page(row, chunk, keys, position, count, length, q, q_stride, y, y_stride, states, scores):
+    """One page for `count` tokens from `position`: scores, weights, values.
+
+    In three loops, so that the processor finds work of several tokens to do at a time.
+    """
+    begin, end = types.int64(0), types.int64(count)
+    while begin < count and end_of(row, position + begin, length) <= 16 * chunk:
+        begin += 1
+    while end > begin and start_of(row, position + end - 1) >= 16 * chunk + 16:
+        end -= 1
+    for i in range(begin, end):
+        first = max(start_of(row, position + i) - 16 * chunk, 0)
+        last = min(end_of(row, position + i, length) - 16 * chunk, 16)
+        store_whole(scores + 64 * i, score_page(row, q + i * q_stride, keys, first, last))
+    for i in range(begin, end):
+        weigh_page(row, scores + 64 * i, states + 128 * i, y + i * y_stride)
+    values, v_dim = keys + word(row, A.kv_heads) * 64 * word(row, A.dim), word(row, A.v_dim)
+    i = begin
+    while i < end:
+        first = max(start_of(row, position + i) - 16 * chunk, 0)
+        last = min(end_of(row, position + i, length) - 16 * chunk, 16)
+        # ends rise from token to token, and so do starts
+        whole = last == 16 and i + 1 < end and start_of(row, position + i + 1) <= 16 * chunk
+        if whole and not v_dim & 63:
+            mix_two(values, 4 * word(row, A.dim), v_dim, scores + 64 * i, y + i * y_stride, y_stride)
+            i += 2
+        else:
+            mix_page(row, values, first, last, scores + 64 * i, y + i * y_stride)
+            i += 1
+
+
+@inner
+def attend(row, t, count, head, states, scores):
+    """One head of `count` tokens from t: one sequence, positions one after the other.
+
+    Page by page, so that a page is read from memory once for all of them. Each token's sums are
+    its own: alone it gives the same bits.
+    """
+    position = types.int64(load_i32(word(row, A.positions) + 4 * t))
+    seq = types.int64(load_i32(word(row, A.seq) + 4 * t))
+    kv_heads, page_bytes = word(row, A.kv_heads), 64 * word(row, A.dim)
+    kv_head, v_dim = head // (word(row, A.heads) // kv_heads), word(row, A.v_dim)
+    q_stride, y_stride = 4 * word(row, A.q_stride), 4 * word(row, A.y_stride)
+    q = word(row, A.q) + t * q_stride + 4 * head * word(row, A.k_dim)
+    y = word(row, A.y) + t * y_stride + 4 * head * v_dim
+    for i in range(count):
+        begin_row(row, head, states + 128 * i, y + i * y_stride)
+    length = types.int64(0) if word(row, A.causal) else length_of(row, seq)
+    first, end = start_of(row, position) >> 4, end_of(row, position + count - 1, length)
+    for chunk in range(first, (end + 15) >> 4):
         page = page_of(word(row, A.pages), word(row, A.pages_stride), seq, 16 * chunk)
         keys = word(row, A.kv) + (page * 2 * kv_heads + kv_head) * page_bytes
-        first, last = max(start - 16 * chunk, 0), min(end - 16 * chunk, 16)
-        score_page(row, q, keys, first, last, scores)
-        v = load_whole(scores)
-        higher = max(top, lane_max(v))
-        weights = vexp(v - spread(higher))
-        shrink = lane_max(vexp(spread(top - higher)))
-        total = total * shrink + lane_sum(weights)
-        store_whole(scores, weights)
-        mix_page(row, keys + kv_heads * page_bytes, first, last, scores, shrink, y)
-        top = higher
-    for c in range(0, word(row, A.v_dim), 16):
-        n = word(row, A.v_dim) - c
-        store(y + 4 * c, load(y + 4 * c, n) / spread(total), n)
+        attend_page(row, chunk, keys, position, count, length, q, q_stride, y, y_stride, states, scores)
+    for i in range(count):
+        scale_row(y + i * y_stride, v_dim, types.float32(1) / lane_sum(load_whole(states + 128 * i)))
+
+
+@inner
+def run_length(row, t, most):
+    """How many tokens from t on, at most `most`, follow each other in one sequence."""
+    positions, seq = word(row, A.positions), word(row, A.seq)
+    count = 1
+    while (
+        count < most
+        and load_i32(seq + 4 * (t + count)) == load_i32(seq + 4 * t)
+        and load_i32(positions + 4 * (t + count)) == load_i32(positions + 4 * t) + count
+    ):
+        count += 1
+    return count
 
 
 def attention() -> Any:
     """softmax(q·k·scale)·v over the keys that each token may see."""
 
     def kernel(tid, nth, row):
-        heads, k_dim, v_dim = word(row, A.heads), word(row, A.k_dim), word(row, A.v_dim)
-        count, scores = word(row, A.t) * heads, stack(64)
-        for item in range(count * tid // nth, count * (tid + 1) // nth):
-            t, head = item // heads, item % heads
-            q = word(row, A.q) + 4 * (t * word(row, A.q_stride) + head * k_dim)
-            y = word(row, A.y) + 4 * (t * word(row, A.y_stride) + head * v_dim)
-            attend(row, t, head, q, y, scores)
+        heads, tokens = word(row, A.heads), word(row, A.t)
+        size = 16 if tokens >= 64 else 1  # few tokens: single ones spread better over the threads
+        blocks, states, scores = (tokens + size - 1) // size, stack(16 * 128), stack(16 * 64)
+        # in turn: blocks of late tokens see more keys than those of early ones
+        for item in range(tid, blocks * heads, nth):
+            head, t = item // blocks, size * (item % blocks)
+            end = min(t + size, tokens)
+            while t < end:
+                count = run_length(row, t, end - t)
+                attend(row, t, count, head, states, scores)
+                t += count
 
     return kernel

@@ -72,18 +72,30 @@ def other(b, step, c, count):
     return load(b + 4 * c, count) if step else spread(load_f32(b))
 
 
+@inner
+def part_of(tid, nth, row):
+    """(row, channel, vectors): where a thread's part of the vectors begins, and how many there are."""
+    chunks = (word(row, M.width) + 15) >> 4
+    count = word(row, M.rows) * chunks
+    first = count * tid // nth
+    return first // chunks, 16 * (first % chunks), count * (tid + 1) // nth - first
+
+
 def _binary(function: Any) -> Any:
     """y = function(a, b)"""
 
     def kernel(tid, nth, row):
         width, b_at, step = word(row, M.width), operand(row, M.b_at, M.b), word(row, M.b_step)
-        chunks = (width + 15) >> 4
-        count = word(row, M.rows) * chunks
-        for item in range(count * tid // nth, count * (tid + 1) // nth):
-            r, c = item // chunks, 16 * (item % chunks)
-            a = load(word(row, M.a) + 4 * (r * word(row, M.a_stride) + c), width - c)
-            b = other(b_at + 4 * r * word(row, M.b_stride), step, c, width - c)
-            store(word(row, M.y) + 4 * (r * word(row, M.y_stride) + c), function(a, b), width - c)
+        strides = 4 * word(row, M.a_stride), 4 * word(row, M.b_stride), 4 * word(row, M.y_stride)
+        r, c, count = part_of(tid, nth, row)
+        at_a, at_b = word(row, M.a) + r * strides[0], b_at + r * strides[1]
+        at_y = word(row, M.y) + r * strides[2]
+        for _ in range(count):
+            a, b = load(at_a + 4 * c, width - c), other(at_b, step, c, width - c)
+            store(at_y + 4 * c, function(a, b), width - c)
+            c += 16
+            if c >= width:
+                c, at_a, at_b, at_y = 0, at_a + strides[0], at_b + strides[1], at_y + strides[2]
 
     return kernel
 
@@ -93,12 +105,14 @@ def _unary(function: Any) -> Any:
 
     def kernel(tid, nth, row):
         width, by = word(row, M.width), spread(types.float32(number(row, M.f64_by)))
-        chunks = (width + 15) >> 4
-        count = word(row, M.rows) * chunks
-        for item in range(count * tid // nth, count * (tid + 1) // nth):
-            r, c = item // chunks, 16 * (item % chunks)
-            a = load(word(row, M.a) + 4 * (r * word(row, M.a_stride) + c), width - c)
-            store(word(row, M.y) + 4 * (r * word(row, M.y_stride) + c), function(a, by), width - c)
+        a_stride, y_stride = 4 * word(row, M.a_stride), 4 * word(row, M.y_stride)
+        r, c, count = part_of(tid, nth, row)
+        at_a, at_y = word(row, M.a) + r * a_stride, word(row, M.y) + r * y_stride
+        for _ in range(count):
+            store(at_y + 4 * c, function(load(at_a + 4 * c, width - c), by), width - c)
+            c += 16
+            if c >= width:
+                c, at_a, at_y = 0, at_a + a_stride, at_y + y_stride
 
     return kernel
 

@@ -140,6 +140,18 @@ def lane_max(typing, v):
 
 
 @intrinsic
+def any_above(typing, v, limit):
+    """Whether a lane is above the number, or a NaN."""
+
+    def codegen(context, builder, signature, args):
+        above = builder.fcmp_unordered(">", args[0], splat(builder, args[1]))
+        bits = builder.bitcast(above, ir.IntType(LANES))
+        return builder.icmp_unsigned("!=", bits, ir.IntType(LANES)(0))
+
+    return types.boolean(f32x16, types.float32), codegen
+
+
+@intrinsic
 def vmax(typing, a, b):
     """The larger of each lane; a NaN stays one."""
 
@@ -182,17 +194,34 @@ def _mask(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
     return builder.icmp_signed("<", lanes, splat(builder, builder.trunc(count, I32)))
 
 
+def masked_load(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> ir.Value:
+    """The first `count` lanes from memory, the others 0 and not read."""
+    pointer, mask = at(builder, address, V), _mask(builder, count)
+    kind = ir.FunctionType(V, [pointer.type, I32, mask.type, V])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.load.v16f32.p0")
+    return builder.call(function, [pointer, I32(4), mask, constant(0.0)])
+
+
 @intrinsic
 def load_part(typing, address, count):
-    """The first `count` lanes from memory, the others 0 and not read."""
+    """`masked_load`"""
 
     def codegen(context, builder, signature, args):
-        pointer, mask = at(builder, args[0], V), _mask(builder, args[1])
-        kind = ir.FunctionType(V, [pointer.type, I32, mask.type, V])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.load.v16f32.p0")
-        return builder.call(function, [pointer, I32(4), mask, constant(0.0)])
+        return masked_load(builder, *args)
 
     return f32x16(types.int64, types.int64), codegen
+
+
+@intrinsic
+def lanes_between(typing, v, first, last, other):
+    """Lanes [first, last) of v; `other` elsewhere."""
+
+    def codegen(context, builder, signature, args):
+        v, first, last, other = args
+        inside = builder.and_(builder.not_(_mask(builder, first)), _mask(builder, last))
+        return builder.select(inside, v, splat(builder, other))
+
+    return f32x16(f32x16, types.int64, types.int64, types.float32), codegen
 
 
 @intrinsic

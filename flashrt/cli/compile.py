@@ -52,7 +52,7 @@ def compile_(
     debug_graph: Annotated[Level | None, typer.Option(help="print this level instead of the summary")] = None,
     form: Annotated[Form | None, typer.Option("--format", help="of the dump (default: text)")] = None,
     variant: Annotated[str | None, typer.Option(help="which variant to dump (default: the first)")] = None,
-    node: Annotated[str | None, typer.Option(help="dump only nodes that match, as '*layers.3.*'")] = None,
+    node: Annotated[str | None, typer.Option(help="dump only nodes that match, as 'layers.3.*'")] = None,
     kernel: Annotated[
         str | None, typer.Option(help="dump only operations or kernels that match, as 'linear*'")
     ] = None,

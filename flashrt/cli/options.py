@@ -70,7 +70,7 @@ def obtain(
     if models.find(model).kind == "plan":
         given = {"--context": context, "--tokens": tokens, "--without": without, "--device": device}
         refuse_for_plan(model, {**given, "--fresh": fresh})
-    with progress(f"compiling {model}") as say:
+    with progress(f"preparing {model}") as say:
 
         def passed(stage: Stage) -> None:
             say(f"{stage.variant} {stage.name}")
@@ -81,6 +81,7 @@ def obtain(
 
 def _compile_options(context: int | None, tokens: int | None, without: list[str] | None) -> CompileOptions:
     from flashrt.compiler import CompileOptions
+
     names = tuple(sorted(set(without or ())))
     if names:
         from flashrt.passes.pipeline import check_names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -160,6 +161,8 @@ def _figures(completion: Completion, context: int) -> str:
 def _converse(llm: LLM, system: str, sampling: Sampling) -> None:
     """Reads a line, answers, remembers, until an empty line or Ctrl-D. Ctrl-C ends only the answer."""
     messages = [{"role": "system", "content": system}] if system else []
+    with suppress(ImportError):
+        import readline  # noqa: F401 (gives `input` the arrow keys)
     say("an empty line or Ctrl-D ends the conversation, Ctrl-C an answer", "dim")
     while line := _line():
         messages.append({"role": "user", "content": line})
@@ -186,8 +189,10 @@ def _line() -> str:
         if terminal:
             say("> ")
         return sys.stdin.readline().strip()
-    except EOFError:
+    except (EOFError, KeyboardInterrupt) as end:
         say("")
+        if isinstance(end, KeyboardInterrupt):
+            raise
         return ""
     except UnicodeDecodeError as error:
         raise RequestError(f"this line isn't text: {error.reason}") from None

@@ -23,7 +23,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 
 from flashrt import knobs
@@ -190,8 +189,7 @@ def _run(program: Any, attention: Attention, ids: torch.Tensor, positions: torch
 
 # ---- verdicts on disk --------------------------------------------------------
 def _verdicts() -> Path:
-    folder = knobs.CACHE.get() or Path(platformdirs.user_cache_dir("flashrt"))
-    return folder / "gate"
+    return knobs.cache_folder() / "gate"
 
 
 def _key(small: Any, context: int) -> str:

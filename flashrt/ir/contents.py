@@ -90,7 +90,7 @@ def alive_apart(memory: MemoryMap) -> Iterator[Violation]:
 
 def _ring_overlaps(memory: MemoryMap) -> Iterator[Violation]:
     holder: dict[int, str] = {}
-    for name, device in sorted(_loaded_at_start(memory)):
+    for name, device in sorted(loaded_at_start(memory)):
         for piece in memory.pieces(("block", device, name)):
             holder[piece] = name
     for at, instr in enumerate(memory.stream.instrs):
@@ -118,7 +118,7 @@ def _ring_uses(memory: MemoryMap) -> Iterator[tuple[int, micro.Instr, Ring]]:
                 yield at, memory.stream.instrs[at], key
 
 
-def _loaded_at_start(memory: MemoryMap) -> set[Ring]:
+def loaded_at_start(memory: MemoryMap) -> set[Ring]:
     """Ring blocks that the step before left loaded: they are used before their first prefetch."""
     prefetched = {(i.block, i.device) for i in memory.stream.instrs if isinstance(i, micro.Prefetch)}
     first: dict[Ring, micro.Instr] = {}
@@ -129,7 +129,7 @@ def _loaded_at_start(memory: MemoryMap) -> set[Ring]:
 
 def loaded_before_use(memory: MemoryMap) -> Iterator[Violation]:
     """A block is resident, or loaded (prefetched and not yet evicted), when it is used."""
-    loaded = _loaded_at_start(memory)
+    loaded = loaded_at_start(memory)
     for at, instr, key in _ring_uses(memory):
         if isinstance(instr, micro.Prefetch):
             loaded.add(key)
@@ -142,7 +142,7 @@ def loaded_before_use(memory: MemoryMap) -> Iterator[Violation]:
 
 def residency_returns(memory: MemoryMap) -> Iterator[Violation]:
     """The blocks loaded at the end of a step are those loaded at its start; resident ones stay."""
-    start = _loaded_at_start(memory)
+    start = loaded_at_start(memory)
     loaded = dict.fromkeys(start, -1)
     for at, instr, key in _ring_uses(memory):
         if isinstance(instr, micro.Prefetch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from itertools import pairwise
 
 from flashrt.ir import logical, ops, physical
@@ -107,8 +108,16 @@ def outputs_bound(graph: Graph) -> Iterator[Violation]:
 
 
 # ---- logical ---------------------------------------------------------------------
+def ops_known(graph: logical.Graph) -> Iterator[Violation]:
+    """An operation is one of flashrt/ir/ops.py, or a raw operator with a dot in its name (`aten.mul`)."""
+    for at, node in enumerate(graph.nodes):
+        if node.op not in ops.OPS and "." not in node.op:
+            known = ", ".join(get_close_matches(node.op, ops.OPS, 3) or ops.OPS)
+            yield Violation(f"%{node.name} is {node.op!r}, no operation; known: {known}", at)
+
+
 def types_follow(graph: logical.Graph) -> Iterator[Violation]:
-    """A node's type is the one its operation's rule gives, where it has a rule."""
+    """A node has the attributes its operation needs, and the type that its rule gives."""
     types = {"%" + i.name: i.type for i in graph.inputs} | {"@" + w.name: w.type for w in graph.weights}
     for at, node in enumerate(graph.nodes):
         inputs = [types.get(i) for i in node.inputs]
@@ -282,7 +291,8 @@ LOGICAL: tuple[Law[logical.Graph], ...] = (
     Law("declared", declared, _DECLARE),
     Law("symbols-declared", symbols_declared, _SYMBOL),
     Law("outputs-bound", outputs_bound, _OUTPUT),
-    Law("types-follow", types_follow, "correct the type, or the pass that rewrote the node's inputs"),
+    Law("ops-known", ops_known, "correct the name, or write a raw operator as aten.<name>"),
+    Law("types-follow", types_follow, "correct type, inputs or attributes, or the pass that made the node"),
 )
 PHYSICAL: tuple[Law[physical.Graph], ...] = (
     Law("bound-once", bound_once, _ONCE),

@@ -9,7 +9,6 @@ compare equal and print the same.
 from __future__ import annotations
 
 import ast
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from functools import lru_cache
 from keyword import iskeyword
 
 Env = Mapping[str, int]
-Atom = "str | Call"
 Monomial = tuple["str | Call", ...]
 
 LARGEST = 1e300  # what a text form may hold
@@ -319,11 +317,6 @@ Attrs = tuple[tuple[str, Value], ...]
 def attrs(**values: Value) -> Attrs:
     """Attributes in their one order (by key)."""
     return tuple(sorted(values.items()))
-
-
-def finite(value: float) -> bool:
-    """Neither NaN nor infinite."""
-    return math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)

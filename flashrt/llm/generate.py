@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Generator as Yields
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,6 +137,15 @@ def _rate(count: int, seconds: float | None) -> float | None:
     return count / seconds if seconds and count > 0 else None
 
 
+def _texts(events: Yields[Event]) -> Yields[str]:
+    """The texts of events, after an empty one; closing it closes them (a generator expression wouldn't)."""
+    with closing(events):
+        yield ""
+        for event in events:
+            if event.text:
+                yield event.text
+
+
 class Generator:
     """Generates for many requests at once.
 
@@ -215,15 +226,20 @@ class Generator:
         Several may be read in turn, in one thread. Closing the iterator early cancels the request.
         Raises RequestError.
         """
+        return self._begun(request)
+
+    def stream(self, request: Request) -> Iterator[str]:
+        """Adds a request now and gives its text piece by piece; see `events`. Raises RequestError."""
+        texts = _texts(self._begun(request))
+        next(texts)  # as in `_begun`
+        return texts
+
+    def _begun(self, request: Request) -> Yields[Event]:
         live = self._admit(request)
         live.inbox = deque()
         events = self._events(live, live.inbox)
         next(events)  # enters its `try`: closing it cancels even before the first event
         return events
-
-    def stream(self, request: Request) -> Iterator[str]:
-        """Adds a request now and gives its text piece by piece; see `events`. Raises RequestError."""
-        return (event.text for event in self.events(request) if event.text)
 
     def _admit(self, request: Request) -> _Live:
         self._check(request)
@@ -249,7 +265,7 @@ class Generator:
                 hint=f"token ids are 0 to {self._vocabulary - 1}",
             )
 
-    def _events(self, live: _Live, inbox: deque[Event]) -> Iterator[Event]:
+    def _events(self, live: _Live, inbox: deque[Event]) -> Yields[Event]:
         id = live.sequence.id
         try:
             yield Event(id, None)

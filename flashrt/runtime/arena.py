@@ -33,12 +33,12 @@ class Residents:
 
     def __init__(self, devices: Mapping[str, OpenDevice], source: BlockSource, env: Env) -> None:
         self.devices, self.source, self.env = devices, source, env
-        self._blocks: dict[tuple[str, str, int, int], Place] = {}
+        self._blocks: dict[tuple[Weight, str, int, int], Place] = {}
         self._states: dict[tuple[str, str], Place] = {}
 
     def block(self, weight: Weight, block: micro.Block) -> Place:
         """The block's memory, loaded on first use."""
-        key = (block.name, block.device, block.lo, block.hi)
+        key = (weight, block.device, block.lo, block.hi)
         if key not in self._blocks:
             place = self.reserve(block.device, block_bytes(weight, block.lo, block.hi))
             self.fill(block.device, weight, block.lo, block.hi, place)
@@ -54,8 +54,18 @@ class Residents:
         return self._states[key]
 
     def reserve(self, device: str, nbytes: int) -> Place:
-        """Fresh memory of a device."""
-        return Place(self.devices[device].reserve(max(nbytes, 1)), 0, nbytes)
+        """Fresh memory of a device. Raises DeviceError when there is none left."""
+        try:
+            return Place(self.devices[device].reserve(max(nbytes, 1)), 0, nbytes)
+        except MemoryError:
+            raise DeviceError(
+                f"{device} has no room for {nbytes / 1e9:.1f} GB more", hint="open it with fewer pages"
+            ) from None
+
+    def clear(self) -> None:
+        """Drops all memory."""
+        self._blocks.clear()
+        self._states.clear()
 
     def fill(self, device: str, weight: Weight, lo: int, hi: int, place: Place) -> None:
         """Reads rows [lo, hi) of a weight from the source into a place."""
@@ -65,11 +75,6 @@ class Residents:
         staging = np.empty(place.bytes, np.uint8)
         self.source.read(weight, lo, hi, staging)
         self.devices[device].write(staging, place)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes reserved for blocks and states."""
-        return sum(p.bytes for p in [*self._blocks.values(), *self._states.values()])
 
 
 def host_view(place: Place) -> U8:

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -20,7 +21,9 @@ import numpy as np
 from flashrt.backend import ABORT, I64, Compute, OpenDevice, Rect
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
-from flashrt.ir.types import DTYPES, TensorType, product, size
+from flashrt.ir.contents import loaded_at_start
+from flashrt.ir.memory import MemoryMap
+from flashrt.ir.types import DTYPES, product, size
 from flashrt.runtime.arena import Residents, StreamMemory, host_view
 from flashrt.runtime.step import Arrays, bounds_of, read_output, write_step
 from flashrt.runtime.trace import StepTrace
@@ -61,25 +64,35 @@ class Executor:
         self.memory = StreamMemory(stream, residents)
         self._bounds = bounds_of(stream)
         self._residents = residents
-        self._outputs = {o.name: _output(o.value) for o in stream.outputs}
+        self._outputs = {o.name: int(o.value.removeprefix("%")) for o in stream.outputs}
         self._types = {s.id: s.type for s in stream.slots}
         self._blocks = {(b.name, b.device): b for b in stream.blocks}
+        self._carried = [self._blocks[key] for key in sorted(loaded_at_start(MemoryMap(stream)))]
+        self._env: Mapping[str, int] = {}
         self._error: BaseException | None = None
+        self._ready = False
         self.epoch = 0
         self._lanes = [
             _Lane(device, lane, self._units(indices)) for (device, lane), indices in lanes_of(stream).items()
         ]
         self._alone = len(self._lanes) == 1
         if not self._alone:
+            self._start()
+
+    def _start(self) -> None:
+        try:
             for lane in self._lanes:
                 lane.start(self._failed)
+        except BaseException:
+            self.close()
+            raise
 
     # ---- one step
     def step(self, arrays: Arrays, env: Mapping[str, int], *, trace: bool = False) -> Any:
         """Runs one step.
 
         Args:
-            arrays: the graph's inputs, shapes as their types at `env`.
+            arrays: the graph's inputs, dtypes as theirs, shapes as their types at `env`.
             env: symbols and split variables.
 
         Returns:
@@ -89,41 +102,41 @@ class Executor:
             RequestError: an input is outside its bounds; nothing ran.
             DeviceError: a device failed or the step was interrupted; the next step starts clean.
         """
-        env = {**{s.name: s.start for s in self.stream.splits}, **env, **self._residents.env}
-        write_step(self.memory, self._bounds, arrays, env)
+        if not self._ready:
+            self._make_ready()
         if self.poison:
             self.drain()
             for place in self.memory.arenas():
                 host_view(place)[:] = 0xFF
-        self.epoch += 1
+        self._env = write_step(self.memory, self._bounds, arrays, {**env, **self._residents.env})
         begun = time.perf_counter_ns()
-        try:
+        with self._stopped_on_failure():
+            self.epoch += 1
             self._run(self.epoch)
-        except BaseException:
-            self._recover()
-            raise
-        outputs = {name: read_output(self.memory, ref, env) for name, ref in self._outputs.items()}
+            outputs = {n: read_output(self.memory, slot, self._env) for n, slot in self._outputs.items()}
         if not trace:
             return outputs, None
         self.drain()
-        return outputs, self._trace(begun, time.perf_counter_ns(), env)
+        return outputs, self._trace(begun, time.perf_counter_ns())
 
     def _run(self, epoch: int) -> None:
         if self._alone:
             self._lanes[0].run(epoch)
             return
-        for lane in self._lanes:
-            lane.post(epoch)
-        self._finish([lane for lane in self._lanes if lane.lane == COMPUTE])
+        ends = [(lane.lane, lane.post(epoch)) for lane in self._lanes]
+        for lane, end in ends:
+            if lane == COMPUTE:
+                end.wait()
+        self._raise()
 
     def drain(self) -> None:
         """Waits until every lane is through; between variants and before memory is looked at."""
-        if not self._alone:
-            self._finish(self._lanes)
+        with self._stopped_on_failure():
+            for lane in self._lanes:
+                lane.settle()
+            self._raise()
 
-    def _finish(self, lanes: Sequence[_Lane]) -> None:
-        for lane in lanes:
-            lane.wait(self.epoch)
+    def _raise(self) -> None:
         if self._error is not None:
             raise self._error
 
@@ -133,29 +146,45 @@ class Executor:
             self._error = error
         self.memory.words[ABORT] = 1
 
-    def _recover(self) -> None:
-        """After a failure: stop all lanes, forget the ring, pretend the step was finished."""
+    @contextmanager
+    def _stopped_on_failure(self) -> Iterator[None]:
+        """Whatever happens (Ctrl-C too), no lane runs on when an error leaves the executor."""
+        try:
+            yield
+        except BaseException:
+            self._ready = False
+            self._stop()
+            raise
+
+    def _stop(self) -> None:
+        """Makes every lane give up the step it is in, and forgets why."""
         self.memory.words[ABORT] = 1
-        if not self._alone:
-            for lane in self._lanes:
-                lane.wait(self.epoch)
+        for lane in self._lanes:
+            lane.settle()
         self._error = None
+
+    def _make_ready(self) -> None:
+        """Before the first step and after a failure: every tick is reached, and of the ring only those
+        blocks are loaded that a step finds loaded."""
+        self._stop()
         self.memory.ticks[:] = self.epoch
         self.memory.clear_ring()
+        for block in self._carried:
+            self._load(block)
         self.memory.words[ABORT] = 0
+        self._ready = True
 
     def close(self) -> None:
         """Ends the lane threads. Idempotent."""
-        if not self._alone:
-            for lane in self._lanes:
-                lane.stop()
+        for lane in self._lanes:
+            lane.stop()
 
-    def _trace(self, begun: int, ended: int, env: Mapping[str, int]) -> StepTrace:
+    def _trace(self, begun: int, ended: int) -> StepTrace:
         stamps = np.zeros((len(self.stream.instrs), 3), np.int64)
         for lane in self._lanes:
             for unit in lane.units:
                 stamps[list(unit.indices)] = unit.stamps()
-        return StepTrace(self.stream.name, self.epoch, begun, ended, dict(env), stamps)
+        return StepTrace(self.stream.name, self.epoch, begun, ended, dict(self._env), stamps)
 
     # ---- units
     def _units(self, indices: Sequence[int]) -> list[Unit]:
@@ -215,11 +244,7 @@ class Executor:
     def _move(self, instr: micro.Prefetch | micro.Evict | micro.Transfer) -> None:
         match instr:
             case micro.Prefetch():
-                block = self._blocks[instr.block, instr.device]
-                place = self.memory.ring(block)
-                weight = self.memory.weights[instr.block]
-                self._residents.fill(instr.device, weight, block.lo, block.hi, place)
-                self.memory.place(block, place)
+                self._load(self._blocks[instr.block, instr.device])
             case micro.Evict():
                 block = self._blocks[instr.block, instr.device]
                 self.memory.place(block, None)
@@ -232,9 +257,13 @@ class Executor:
             case _:
                 assert_never(instr)
 
+    def _load(self, block: micro.Block) -> None:
+        place, weight = self.memory.ring(block), self.memory.weights[block.name]
+        self._residents.fill(block.device, weight, block.lo, block.hi, place)
+        self.memory.place(block, place)
+
     def _rect(self, ref: micro.SlotRef) -> Rect:
-        env = _Words(self.memory)
-        type: TensorType = self._types[ref.slot]
+        type, env = self._types[ref.slot], self._env
         item = DTYPES[type.dtype]
         rows, width = size(product(type.shape[:-1]), env), size(type.shape[-1] if type.shape else 1, env)
         lo = 0 if ref.lo is None else size(ref.lo, env)
@@ -242,31 +271,12 @@ class Executor:
         return Rect(self.memory.slot(ref.slot), lo * item, rows, (hi - lo) * item, width * item)
 
 
-class _Words(Mapping[str, int]):
-    """The step's symbols, read from memory when asked for."""
-
-    def __init__(self, memory: StreamMemory) -> None:
-        self._memory = memory
-
-    def __getitem__(self, name: str) -> int:
-        return int(self._memory.words[self._memory.word_of(name)])
-
-    def __iter__(self) -> Iterator[str]:
-        stream = self._memory.stream
-        return iter([*(s.name for s in stream.symbols), *(s.name for s in stream.splits)])
-
-    def __len__(self) -> int:
-        return len(self._memory.words) - 1
-
-
 class _Lane:
     """One lane's units and, when there are several lanes, its thread."""
 
     def __init__(self, device: str, lane: str, units: list[Unit]) -> None:
         self.device, self.lane, self.units = device, lane, units
-        self._posted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._done = threading.Condition()
-        self._reached = 0
+        self._posted: queue.SimpleQueue[tuple[int, threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def run(self, epoch: int) -> None:
@@ -274,28 +284,32 @@ class _Lane:
             unit.run(epoch)
 
     def start(self, failed: Callable[[BaseException], None]) -> None:
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._serve, args=(failed,), name=f"flashrt {self.device} {self.lane}", daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread
 
     def _serve(self, failed: Callable[[BaseException], None]) -> None:
-        while (epoch := self._posted.get()) is not None:
+        while (posted := self._posted.get()) is not None:
+            epoch, end = posted
             try:
-                self.run(epoch)
+                if epoch:
+                    self.run(epoch)
             except BaseException as error:
                 failed(error)
-            with self._done:
-                self._reached = epoch
-                self._done.notify_all()
+            end.set()
 
-    def post(self, epoch: int) -> None:
-        self._posted.put(epoch)
+    def post(self, epoch: int) -> threading.Event:
+        """Lets the thread run a step (0: none) after those posted before; the event is set at its end."""
+        end = threading.Event()
+        self._posted.put((epoch, end))
+        return end
 
-    def wait(self, epoch: int) -> None:
-        """Until the lane is through `epoch`."""
-        with self._done:
-            self._done.wait_for(lambda: self._reached >= epoch)
+    def settle(self) -> None:
+        """Until the lane is through everything posted."""
+        if self._thread is not None:
+            self.post(0).wait()
 
     def stop(self) -> None:
         if self._thread is not None:
@@ -310,8 +324,3 @@ def lanes_of(stream: micro.Stream) -> dict[tuple[str, str], list[int]]:
     for index, instr in enumerate(stream.instrs):
         lanes.setdefault((instr.device, instr.lane), []).append(index)
     return lanes
-
-
-def _output(value: str) -> micro.SlotRef:
-    assert value.startswith("%"), value
-    return micro.SlotRef(int(value[1:]))

@@ -1,76 +1,137 @@
-"""The step block: what changes from step to step, written before the lanes start."""
+"""The step block: what changes from step to step, checked and written before the lanes start."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from flashrt.errors import RequestError
 from flashrt.ir import micro
-from flashrt.ir.types import DTYPES, Expr, TensorType, evaluate, show, size
+from flashrt.ir.ops import PAGE
+from flashrt.ir.order import root_of
+from flashrt.ir.types import DTYPES, FLOATS, Dim, Env, Expr, TensorType, evaluate, show, size, symbols_of
 from flashrt.runtime.arena import StreamMemory, host_view
 
-NUMPY: Mapping[str, Any] = {
-    "f64": np.float64, "f32": np.float32, "f16": np.float16, "i64": np.int64,
-    "i32": np.int32, "i16": np.int16, "i8": np.int8, "u8": np.uint8, "bool": np.bool_,
+NUMPY: Mapping[str, np.dtype[Any]] = {
+    "f64": np.dtype(np.float64), "f32": np.dtype(np.float32), "f16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16), "i64": np.dtype(np.int64), "i32": np.dtype(np.int32),
+    "i16": np.dtype(np.int16), "i8": np.dtype(np.int8), "u8": np.dtype(np.uint8), "bool": np.dtype(np.bool_),
 }  # fmt: skip
-assert set(NUMPY) | {"bf16"} == set(DTYPES)
+assert set(NUMPY) == set(DTYPES)
 
 Arrays = Mapping[str, NDArray[Any]]
+Shape = tuple[Dim, ...]
+_RANK = {"b": 0, "i": 1, "u": 1, "f": 2}  # numpy's kinds of numbers: each may become one of a higher rank
+
+# parameters of `sample`: (its argument, largest value)
+_SAMPLING: Mapping[str, tuple[int, float]] = {
+    "temperature": (1, 1e30), "top_p": (3, 1), "min_p": (4, 1), "penalty": (5, 1e30),
+}  # fmt: skip
 
 
+# ---- what the kernels rely on ------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Values of an input that index something: 0 ≤ value < limit."""
+    """Every value of an input lies in 0…hi, a size in the step's symbols."""
 
     input: str
-    limit: int | str  # a number, or the symbol that counts what is indexed
+    hi: Dim
     what: str
 
 
 def bounds_of(stream: micro.Stream) -> tuple[Bound, ...]:
-    """What the inputs index, found from the kernels that read them.
+    """What the kernels that read inputs rely on.
 
-    A value outside would make a compiled kernel read foreign memory, so they
-    are checked before each step.
+    A value outside would make a compiled kernel touch foreign memory, so they are checked before each step.
     """
-    inputs = {s.id: s.input for s in stream.slots if s.input}
-    weights = {w.name: w for w in stream.weights}
-    found: dict[tuple[str, int | str], Bound] = {}
+    slots = {s.id: s for s in stream.slots}
+    weights = {w.name: w.type.shape for w in stream.weights}
+    states = {s.name: s.type.shape for s in stream.states}
 
-    def add(arg: micro.Arg, limit: int | str, what: str) -> None:
-        if isinstance(arg, micro.SlotRef) and arg.slot in inputs:
-            found[inputs[arg.slot], limit] = Bound(inputs[arg.slot], limit, what)
+    def shape(of: micro.Arg | str) -> Shape:
+        match of:
+            case micro.SlotRef():
+                return slots[of.slot].type.shape
+            case micro.BlockRef():
+                return weights[of.block]
+        return states[of]
 
+    found: dict[Bound, None] = {}
     for instr in stream.instrs:
-        if not isinstance(instr, micro.Dispatch):
-            continue
-        if instr.kernel.startswith("embedding.") and isinstance(instr.args[1], micro.BlockRef):
-            rows = weights[instr.args[1].block].type.shape[0]
-            add(instr.args[0], size(rows, {}), "token id")
-        elif instr.kernel == "rows":
-            add(instr.args[1], "T", "row")
-        elif instr.kernel == "kv_write":
-            add(instr.args[3], "S", "sequence")
-            add(instr.args[4], "P", "page")
-    return tuple(found.values())
+        if isinstance(instr, micro.Dispatch):
+            for arg, hi, what in _relied_on(instr, shape):
+                if isinstance(arg, micro.SlotRef) and (name := slots[root_of(arg.slot, slots)].input):
+                    found[Bound(name, hi, what)] = None
+    return tuple(found)
 
 
-def bind(inputs: Mapping[str, TensorType], arrays: Arrays, given: Mapping[str, int]) -> dict[str, int]:
-    """Symbols from the shapes of the arrays; `given` adds those in no shape.
+def _relied_on(
+    instr: micro.Dispatch, shape: Callable[[micro.Arg | str], Shape]
+) -> Iterator[tuple[micro.Arg, Dim, str]]:
+    """(argument, its largest value, what it is)."""
+    args = instr.args
+    match instr.kernel.removeprefix("host.").partition(".")[0]:
+        case "embedding":
+            yield args[0], shape(args[1])[0] - 1, "token id"
+        case "rows":
+            yield args[1], shape(args[0])[0] - 1, "row"
+        case "kv_write" | "attention":
+            positions, seq, pages = _paged(instr)
+            (state,) = instr.writes or instr.reads
+            yield positions, PAGE * shape(pages)[1] - 1, "position"
+            yield seq, shape(pages)[0] - 1, "sequence"
+            yield pages, shape(state)[0] - 1, "page"
+        case "sample":
+            for what, (index, hi) in _SAMPLING.items():
+                yield args[index], hi, what
 
-    Raises RequestError when a name, dtype or shape doesn't fit.
-    """
-    missing, extra = inputs.keys() - arrays.keys(), arrays.keys() - inputs.keys()
+
+def _paged(instr: micro.Dispatch) -> tuple[micro.Arg, ...]:
+    """positions, seq and pages: they stand behind k and v, behind q, or in a host row behind all three."""
+    first = 2 if instr.kernel == "kv_write" else 3 if instr.writes else 1
+    return instr.args[first : first + 3]
+
+
+# ---- what the caller gives -----------------------------------------------------------
+def as_arrays(inputs: Mapping[str, TensorType], given: Mapping[str, Any]) -> Arrays:
+    """The inputs as arrays of their dtypes. Raises RequestError when a name or a value doesn't fit."""
+    missing, extra = inputs.keys() - given.keys(), given.keys() - inputs.keys()
     if missing or extra:
         raise RequestError(
             f"inputs don't match: missing {sorted(missing)}, unknown {sorted(extra)}",
             hint=f"the program takes: {', '.join(f'{n} {t}' for n, t in inputs.items())}",
         )
+    return {name: _as_array(name, type, given[name]) for name, type in inputs.items()}
+
+
+def _as_array(name: str, type: TensorType, given: Any) -> NDArray[Any]:
+    want = NUMPY[type.dtype]
+    try:
+        array = np.asarray(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RequestError(f"input {name}: not an array of numbers: {error}") from None
+    if array.dtype == want:
+        return array
+    rank = 2 if array.dtype == NUMPY["bf16"] else _RANK.get(array.dtype.kind, 3)
+    if rank > (2 if type.dtype in FLOATS else _RANK[want.kind]):
+        raise RequestError(f"input {name}: values of dtype {array.dtype}, expected {type}")
+    with np.errstate(over="ignore"):
+        converted = array.astype(want)
+    if want.kind in "iu" and (converted != array).any():
+        raise RequestError(f"input {name}: a value is too large for {type.dtype}")
+    return converted
+
+
+def bind(inputs: Mapping[str, TensorType], arrays: Arrays, given: Mapping[str, int]) -> dict[str, int]:
+    """Symbols from the shapes of the arrays; `given` adds those in no shape.
+
+    Raises RequestError when a shape doesn't fit.
+    """
     env = dict(given)
     for name, type in inputs.items():
         shape = arrays[name].shape
@@ -80,45 +141,66 @@ def bind(inputs: Mapping[str, TensorType], arrays: Arrays, given: Mapping[str, i
             if isinstance(want, Expr) and show(want).isidentifier():
                 env.setdefault(show(want), got)
     for name, type in inputs.items():
+        unknown = frozenset[str]().union(*map(symbols_of, type.shape)) - env.keys()
+        if unknown:
+            raise RequestError(
+                f"input {name}: the shape {type} needs {', '.join(sorted(unknown))}",
+                hint="give its value beside the inputs",
+            )
         expected = tuple(evaluate(d, env) for d in type.shape)
         if expected != arrays[name].shape:
             raise RequestError(f"input {name}: shape {arrays[name].shape}, expected {type} = {expected}")
     return env
 
 
+# ---- in and out ----------------------------------------------------------------------
 def write_step(
-    memory: StreamMemory, bounds: tuple[Bound, ...], arrays: Arrays, env: Mapping[str, int]
-) -> None:
-    """Writes words and inputs. Raises RequestError for a symbol or an index outside its range."""
-    for symbol in memory.stream.symbols:
-        value = env.get(symbol.name, symbol.hint)
-        if not symbol.lo <= value <= symbol.hi:
-            raise RequestError(f"{symbol.name}={value} is outside {symbol.lo}…{symbol.hi}")
-        memory.words[memory.word_of(symbol.name)] = value
-    for split in memory.stream.splits:
-        value = env.get(split.name, split.start)
-        if value not in split.positions:
-            raise RequestError(f"split {split.name}={value}: not one of {split.positions}")
-        memory.words[memory.word_of(split.name)] = value
+    memory: StreamMemory, bounds: tuple[Bound, ...], arrays: Arrays, given: Mapping[str, int]
+) -> dict[str, int]:
+    """Writes words and inputs; gives every symbol and split variable of the step.
+
+    arrays: of the inputs' dtypes and of their shapes at `given`.
+
+    Raises RequestError for a symbol or an index outside its range; then nothing is written.
+    """
+    env = _chosen(memory.stream, given)
     for bound in bounds:
-        values = arrays[bound.input]
-        limit = env[bound.limit] if isinstance(bound.limit, str) else bound.limit
-        if values.size and (values.min() < 0 or values.max() >= limit):
-            bad = int(values.min() if values.min() < 0 else values.max())
-            raise RequestError(f"input {bound.input}: {bound.what} {bad} is outside 0…{limit - 1}")
+        _check(bound, arrays[bound.input], evaluate(bound.hi, env))
+    for name, value in env.items():
+        memory.words[memory.word_of(name)] = value
     for slot in memory.stream.slots:
         if slot.input:
-            data = np.ascontiguousarray(arrays[slot.input], dtype=NUMPY[slot.type.dtype])
-            flat = data.reshape(-1).view(np.uint8)
+            flat = np.ascontiguousarray(arrays[slot.input]).reshape(-1).view(np.uint8)
             host_view(memory.slot(slot.id))[: flat.size] = flat
+    return env
 
 
-def read_output(memory: StreamMemory, ref: micro.SlotRef, env: Mapping[str, int]) -> NDArray[Any]:
+def _chosen(stream: micro.Stream, given: Mapping[str, int]) -> dict[str, int]:
+    """Symbols and split variables: as given, else typical (symbols) or where they start (splits)."""
+    env = {}
+    for symbol in stream.symbols:
+        value = env[symbol.name] = given.get(symbol.name, symbol.hint)
+        if not symbol.lo <= value <= symbol.hi:
+            raise RequestError(f"{symbol.name}={value} is outside {symbol.lo}…{symbol.hi}")
+    for split in stream.splits:
+        value = env[split.name] = given.get(split.name, split.start)
+        if value not in split.positions:
+            raise RequestError(f"split {split.name}={value}: not one of {split.positions}")
+    return env
+
+
+def _check(bound: Bound, values: NDArray[Any], hi: float) -> None:
+    if not values.size:
+        return
+    least, most = values.min(), values.max()
+    if not (least >= 0 and most <= hi):  # NaN compares false
+        bad = most if least >= 0 else least
+        raise RequestError(f"input {bound.input}: {bound.what} {bad} is outside 0…{hi}")
+
+
+def read_output(memory: StreamMemory, slot: int, env: Env) -> NDArray[Any]:
     """A copy of an output slot with this step's shape."""
-    type = next(s.type for s in memory.stream.slots if s.id == ref.slot)
+    type = next(s.type for s in memory.stream.slots if s.id == slot)
     shape = [size(d, env) for d in type.shape]
-    count = int(np.prod(shape, dtype=np.int64))
-    whole = host_view(memory.slot(ref.slot)).view(NUMPY[type.dtype])[:count].reshape(shape)
-    if ref.lo is not None and ref.hi is not None:
-        whole = whole[..., size(ref.lo, env) : size(ref.hi, env)]
-    return whole.copy()
+    count = int(np.prod(shape, dtype=np.int64)) * DTYPES[type.dtype]
+    return host_view(memory.slot(slot))[:count].view(NUMPY[type.dtype]).reshape(shape).copy()

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from click.testing import Result
 from typer.testing import CliRunner
 
 from flashrt.cli.main import app
@@ -26,7 +25,7 @@ def profile(*args: str | Path) -> Any:
     return _called(profiler, args, "")
 
 
-def _called(app: Any, args: tuple[str | Path, ...], stdin: str | bytes) -> Result:
+def _called(app: Any, args: tuple[str | Path, ...], stdin: str | bytes) -> Any:
     result = CliRunner().invoke(app, [str(a) for a in args], input=stdin)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

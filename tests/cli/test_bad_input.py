@@ -116,15 +116,31 @@ def test_logical_text_with_an_error_gives_its_line(own: Path) -> None:
     refused(compiling(own / LOGICAL), f"{LOGICAL}:{at + 1}", "f31")
 
 
-def test_repository_when_offline_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "from flashrt.cli.main import main; main()"
-    args = ["compile", "org/Some-Model2.5-0.5B"]
-    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "PATH": "", "HOME": "/nonexistent"}
-    run = subprocess.run(
-        [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=30, env=environment
-    )
-    assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
-    assert "org/Some-Model2.5-0.5B" in run.stderr and "hf download" in run.stderr
+REFUSING = """
+import sys
+from flashrt.cli.main import main
+for model in sys.argv[1:]:
+    sys.argv[1:] = ["run", model, "-p", "x"]
+    try:
+        main()
+    except SystemExit as end:
+        print("code", end.code, file=sys.stderr)
+print("loaded", {"torch", "transformers", "numba"} & set(sys.modules), file=sys.stderr)
+"""
+
+
+def test_errors_come_fast(tmp_path: Path) -> None:
+    """Offline, and without the libraries that take seconds to import."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(g.tiny_llama().encode()[:1000])
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    models = ["org/Some-Model2.5-0.5B", path, tmp_path, tmp_path / "nosuch.gguf"]
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HOME": str(tmp_path), "PATH": ""}
+    args = [sys.executable, "-c", REFUSING, *map(str, models)]
+    run = subprocess.run(args, capture_output=True, text=True, timeout=60, env=environment)
+    assert run.stderr.count("code 2\n") == 4 and "Traceback" not in run.stderr, run.stderr
+    assert "org/Some-Model2.5-0.5B can't be downloaded" in run.stderr and "hf download" in run.stderr
+    assert run.stderr.endswith("loaded set()\n")
 
 
 def test_alias_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ The tokenizer's tokens are <|end|>, the printable ASCII characters and the space
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -41,14 +42,9 @@ def constants() -> dict[str, np.ndarray]:
 
 
 def chat() -> ChatFacts:
+    """Template `u:hello a:hi `; no BOS token."""
     words = {t: i for i, t in enumerate(["<|end|>", *map(chr, range(33, 127)), "Ġ"])}
     assert len(words) == VOCAB
-    return byte_level_of(words)
-
-
-def byte_level_of(words: dict[str, int]) -> ChatFacts:
-    import json
-
     facts = byte_level(template=TEMPLATE, context=CONTEXT, special={"eos_token": "<|end|>"})
     tokenizer = json.loads(facts.tokenizer)
     tokenizer["model"] |= {"vocab": words, "merges": []}
@@ -71,5 +67,5 @@ def write_logical(folder: Path) -> Path:
     """The model as a text with its weights beside it, to compile without torch."""
     path = folder / "tiny.logical"
     path.write_text(text.to_text(graph()))
-    np.savez(folder / "tiny.npz", **constants())
+    np.savez(folder / "tiny.npz", **constants())  # type: ignore[arg-type]
     return path

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flashrt.ir import laws, micro, text
+from tests.end_to_end.child import run
 from tests.end_to_end.tiny_hf import write_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -22,43 +18,24 @@ pytestmark = pytest.mark.slow
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096,
     "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_theta": 500000.0,
-    "bos_token_id": 128000, "eos_token_id": 128001,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": 128001,
 }  # fmt: skip
 LAYERS, PARAMETERS = 32, 8.03e9
-SECONDS, MEMORY = 60.0, 4 << 30
-
-
-@dataclass
-class Ran:
-    """A program that ended well: what it printed, its seconds and its peak memory in bytes."""
-
-    output: str
-    seconds: float
-    memory: int
-
-
-def run(command: list[str], folder: Path) -> Ran:
-    start, output = time.perf_counter(), folder / "output"
-    with output.open("w") as file:
-        child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(child.pid, 0)  # the one way to the memory of just this child
-    child.returncode = os.waitstatus_to_exitcode(status)
-    assert child.returncode == 0, output.read_text()[-3000:]
-    return Ran(output.read_text(), time.perf_counter() - start, usage.ru_maxrss * 1024)
+SECONDS, MEMORY = 60.0, 4 << 30  # of processor time; bytes at its peak
 
 
 def test_a_configuration_alone(tmp_path: Path) -> None:
     """Quantised to 4 bits; every operation is recognised, none is left to the reference implementation."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     program = Path(__file__).with_name("big_config.py")
-    ran = run([sys.executable, str(program), str(tmp_path), "q4m.16x32"], tmp_path)
+    ran = run(str(program), str(tmp_path), "q4m.16x32")
     facts = json.loads(ran.output)
-    print(facts, ran.seconds, ran.memory)
+    print(facts, ran.seconds, ran.cpu, ran.memory)
     assert facts["weight_bytes"] == pytest.approx(PARAMETERS * 5 / 8, rel=0.01)
     assert facts["attention"] == LAYERS
     assert facts["raw_left"] == facts["host"] == []
-    assert ran.seconds < SECONDS and ran.memory < MEMORY, (ran.seconds, ran.memory, facts)
+    assert ran.cpu < SECONDS and ran.memory < MEMORY, (ran.cpu, ran.memory, facts)
 
 
 def test_a_whole_folder_on_the_command_line(tmp_path: Path) -> None:
@@ -66,23 +43,24 @@ def test_a_whole_folder_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     write_tokenizer(tmp_path)
     assert write_holes(tmp_path / "model.safetensors") == pytest.approx(2 * PARAMETERS, rel=0.01)
-    flashrt = [sys.executable, "-c", "from flashrt.cli.main import main; main()"]
-    ran = run([*flashrt, "compile", str(tmp_path), "--debug-graph", "micro"], tmp_path)
+    flashrt = ("-c", "from flashrt.cli.main import main; main()")
+    ran = run(*flashrt, "compile", str(tmp_path), "--debug-graph", "micro")
     stream = text.read_micro(ran.output)
     laws.check(stream)
     kernels = [i.kernel for i in stream.instrs if isinstance(i, micro.Dispatch)]
-    print(len(stream.instrs), ran.seconds, ran.memory)
+    print(len(stream.instrs), ran.seconds, ran.cpu, ran.memory)
     assert sum(k.startswith("attention") for k in kernels) == LAYERS
-    assert ran.seconds < SECONDS and ran.memory < MEMORY, (ran.seconds, ran.memory)
+    assert ran.cpu < SECONDS and ran.memory < MEMORY, (ran.cpu, ran.memory)
 
 
 def write_holes(path: Path) -> int:
     """A safetensors file of the model whose data takes no room on the disk; gives the bytes of its data."""
     hidden, ffn, kv = 4096, 14336, 1024
     layer = {
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden),
-        "mlp.down_proj": (hidden, ffn), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden), "mlp.down_proj": (hidden, ffn),
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
     }  # fmt: skip
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens": (128256, hidden), "model.norm": (hidden,), "lm_head": (128256, hidden),

@@ -6,16 +6,13 @@ Each program here is a process of its own; seconds are those of its processor ti
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flashrt import engine
+from tests.end_to_end import child
 from tests.end_to_end.tiny_hf import write_model
 
 FRONTEND = {"torch", "transformers", "safetensors", "gguf", "onnx"}
@@ -34,25 +31,11 @@ result = [done.tokens, done.text]
 """
 
 
-@dataclass
-class Ran:
-    """What a program gave: its `result`, the top-level modules it had imported, its processor seconds."""
-
-    result: Any
-    modules: set[str]
-    seconds: float
-
-
-def run(program: str) -> Ran:
-    child = subprocess.Popen([sys.executable, "-c", program + REPORT], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    with child.stdout as stdout:
-        output = stdout.read()
-    _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    assert child.returncode == 0
-    result, modules = json.loads(output.splitlines()[-1])
-    return Ran(result, set(modules), usage.ru_utime + usage.ru_stime)
+def run(program: str) -> tuple[Any, set[str], float]:
+    """A program's `result`, the top-level modules it had imported at its end, its processor seconds."""
+    ran = child.run("-c", program + REPORT)
+    result, modules = json.loads(ran.output.splitlines()[-1])
+    return result, set(modules), ran.cpu
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +57,17 @@ def test_a_plan_runs_by_itself(folder: Path, wanted: Any, tmp_path: Path) -> Non
     """A packed plan, in another process, with neither the model's folder nor its libraries."""
     engine.compile(str(folder), tmp_path / "plan", pack=True)
     (tmp_path / "plan").rename(tmp_path / "moved")
-    ran = run(GENERATE.format(model=str(tmp_path / "moved"), prompt=PROMPT, tokens=TOKENS))
-    assert ran.result == wanted
-    assert not ran.modules & (FRONTEND | COMPILER)
-    assert ran.seconds < 3.0
+    result, modules, taken = run(GENERATE.format(model=str(tmp_path / "moved"), prompt=PROMPT, tokens=TOKENS))
+    assert result == wanted
+    assert not modules & (FRONTEND | COMPILER)
+    assert taken < 3.0
 
 
 def test_a_model_that_is_in_the_cache(folder: Path, wanted: Any) -> None:
-    ran = run(GENERATE.format(model=str(folder), prompt=PROMPT, tokens=TOKENS))
-    assert ran.result == wanted
-    assert not ran.modules & (FRONTEND | COMPILER)
-    assert ran.seconds < 3.0
+    result, modules, taken = run(GENERATE.format(model=str(folder), prompt=PROMPT, tokens=TOKENS))
+    assert result == wanted
+    assert not modules & (FRONTEND | COMPILER)
+    assert taken < 3.0
 
 
 @pytest.mark.parametrize(
@@ -92,6 +75,6 @@ def test_a_model_that_is_in_the_cache(folder: Path, wanted: Any) -> None:
 )
 def test_import(module: str, seconds: float) -> None:
     """Measured on a quiet machine: 0.05, 0.4 and 0.6 seconds."""
-    ran = run(f"import {module}; result = None")
-    assert not ran.modules & (FRONTEND | COMPILER)
-    assert ran.seconds < seconds, f"importing {module} takes {ran.seconds:.2f} s"
+    _, modules, taken = run(f"import {module}; result = None")
+    assert not modules & (FRONTEND | COMPILER)
+    assert taken < seconds, f"importing {module} takes {taken:.2f} s"

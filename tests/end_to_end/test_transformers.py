@@ -32,25 +32,25 @@ STEPS: dict[str, list[Part]] = {
     "decode again": [("a", 1), ("b", 1), ("c", 1), ("d", 1)],
 }
 SLIDING: dict[str, Any] = {"sliding_window": WINDOW}
-MIXED_LAYERS: dict[str, Any] = {
-    **SLIDING,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "head_dim": 16,
-}
+GEMMA: dict[str, Any] = {
+    **SLIDING, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+}  # fmt: skip
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
 
 CHEAP: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-tied": ("llama", TIED),
     "llama-bf16": ("llama", {"dtype": torch.bfloat16}),
-    "llama-sharded-tied-bf16": ("llama", {"dtype": torch.bfloat16, "tie_word_embeddings": True, "shard": "40KB"}),
+    "llama-sharded-tied-bf16": ("llama", {**TIED, "dtype": torch.bfloat16, "shard": "40KB"}),
     "qwen2": ("qwen2", {}),
-    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-tied": ("qwen2", TIED),
     "mistral-window": ("mistral", SLIDING),
 }  # fmt: skip
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 32}),
-    "gemma2": ("gemma2", {**MIXED_LAYERS, "query_pre_attn_scalar": 16}),
-    "gemma3": ("gemma3_text", {**MIXED_LAYERS, "query_pre_attn_scalar": 16}),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma3": ("gemma3_text", GEMMA),
     "phi3": ("phi3", {}),
 }
 ALL = [*CHEAP, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]

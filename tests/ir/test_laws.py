@@ -117,10 +117,12 @@ LOGICAL_FAULTS = [
     ("symbols-declared", "state kv f32[P,32]", "state kv f32[P,Q]"),
     ("symbols-declared", "input ids i32[T]", "input ids i32[T]\ninput more i32[U]"),
     ("outputs-bound", "output y odd", "output y gone"),
+    ("ops-known", "aten.roll(%lin)", "roll(%lin)"),
     ("types-follow", "linear(%sum,@w) f32[T,32]", "linear(%sum,@w) f32[T,31]"),
     ("types-follow", "linear(%sum,@w)", "linear(%sum,@table,@w,@w)"),
     ("types-follow", "linear(%sum,@w)", "linear(%sum)"),
     ("types-follow", "add(%emb,%x) f32[T,32]", "slice(%x) f32[T,32]"),
+    ("types-follow", "add(%emb,%x) f32[T,32]", "scale(%x) f32[T,32]"),
 ]
 PHYSICAL_FAULTS = [
     ("bound-once", "split s0", "symbol s0 lo=1 hi=2 hint=1\nsplit s0"),
