@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import flashrt
 from flashrt.frontend.imported import Imported
 from flashrt.ir import logical, micro, physical
+from flashrt.ir.ops import LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
 from flashrt.ir.types import Symbol
 from flashrt.llm.scheduler import history_size
 from flashrt.machine import Machine
@@ -22,6 +23,12 @@ from flashrt.program import Plan, Variant
 if TYPE_CHECKING:
     from flashrt.passes import pipeline
 
+# mode → variant → numerics, best first; variants that aren't named are as the small one
+MODES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "exact": {"small": (LINEAR_EXACT,)},
+    "int8": {"small": (LINEAR_I8,)},
+    "fast": {"small": (LINEAR_I8,), "large": (LINEAR_BF16, LINEAR_I8)},
+}
 SMALL = 16  # tokens in a step up to which the "small" variant runs (decode of some sequences)
 
 
@@ -31,7 +38,11 @@ class CompileOptions:
 
     context: the longest sequence (None: what the model was trained for). tokens: the most tokens of one
     step; longer prompts run in chunks. sequences: the most sequences of one step. without: performance
-    passes to leave out. numerics: of the linears.
+    passes to leave out. numerics: of the linears, as `precision` knows them, or a name of MODES:
+
+    exact: float32 everywhere. int8: activations rounded to INT8 blocks in every step, whatever its size.
+    fast: INT8 in small steps, bf16 in large ones, where a device has kernels for that: a token's result
+    then depends, within rounding, on how many others share its step.
     """
 
     context: int | None = None
@@ -79,6 +90,7 @@ def compile_model(
         variants.insert(0, Variant(name, lo, hi, planned.physical, replace(planned.stream, name=name)))
         # the widest variant leaves the least room; with the same room all keep the same weights resident
         room = room or weight_room(planned.physical.budgets)
+    laws.check_variants([v.stream for v in variants])
     return Plan(
         name=graph.name,
         key=key,
@@ -94,19 +106,22 @@ def compile_model(
 
 
 def _ranges(graph: logical.Graph, options: CompileOptions) -> list[tuple[str, int, int]]:
-    """(variant, lowest T, highest T); a graph without T has one variant for everything."""
-    if not any(s.name == "T" for s in graph.symbols):
-        return [("all", 0, 0)]
+    """(variant, lowest T, highest T); only a language model has more than one, 0…0 where there is no T."""
+    if not graph.states:
+        return [next((("all", s.lo, s.hi) for s in graph.symbols if s.name == "T"), ("all", 0, 0))]
     if options.tokens <= SMALL:
         return [("small", 1, options.tokens)]
     return [("small", 1, SMALL), ("large", SMALL + 1, options.tokens)]
 
 
 def _narrowed(graph: logical.Graph, lo: int, hi: int, options: CompileOptions) -> logical.Graph:
-    """The graph with the symbols' ranges of one variant: no step has more rows or sequences than tokens."""
+    """A language model's graph with the symbols' ranges of one variant: no step has more rows or sequences
+    than tokens. In other graphs the same names may mean anything."""
+    if not graph.states:
+        return graph
 
     def narrow(symbol: Symbol) -> Symbol:
-        if symbol.name == "T" and hi:
+        if symbol.name == "T":
             return replace(symbol, lo=lo, hi=hi, hint=lo if lo == 1 else hi)
         if symbol.name in ("N", "S"):
             return replace(symbol, hi=min(symbol.hi, options.sequences, hi), hint=1)
@@ -141,9 +156,18 @@ def _plan(
         last = time.perf_counter()
 
     chosen = pipeline.Options(
-        numerics=options.numerics, disabled=frozenset(options.without), weight_bytes=room
+        numerics=_numerics(options.numerics, variant, machine), disabled=frozenset(options.without), weight_bytes=room
     )
     return pipeline.compile_graph(graph, machine, chosen, check=door)
+
+
+def _numerics(mode: str, variant: str, machine: Machine) -> str:
+    """Numerics of one variant's linears: the first of the mode's that a device has kernels for."""
+    if mode not in MODES:
+        return mode
+    wanted = MODES[mode].get(variant, MODES[mode]["small"])
+    kernel = "linear.q4.16x32"
+    return next((n for n in wanted if any(d.supports(kernel, n) for d in machine.devices)), LINEAR_EXACT)
 
 
 @cache

@@ -26,7 +26,7 @@ from flashrt.llm.kv import pages_for
 from flashrt.llm.request import Request, Sampling
 from flashrt.machine import Device, Machine
 from flashrt.probes import snapshot
-from flashrt.program import Plan, Program
+from flashrt.program import Plan, Program, Variant
 
 Message = Mapping[str, str]
 Progress = Callable[[str, int, int], None]
@@ -87,27 +87,30 @@ def open_plan(
     poison: bool = False,
     on_progress: Progress | None = None,
 ) -> Program:
-    """Opens a plan on this machine. Raises ProgramError when it was made for another.
+    """Opens a plan on this machine.
+
+    Raises ProgramError when it was made for another, PlanError when its texts name a device it hasn't.
 
     threads: of the CPU team; None takes FLASHRT_THREADS, or one per core.
     source: where weights come from, in place of the plan's own.
     on_progress: (kernel, done, of), called while kernels are made ready.
     """
     threads = threads or knobs.THREADS.get()
-    used = {i.device for v in plan.variants for i in v.stream.instrs}
     opened: dict[str, OpenDevice] = {}
-    backends: dict[str, Backend] = {}
-    for spec in plan.machine.devices:
-        if spec.id in used:
-            backend = backends.setdefault(spec.kind, _backend(spec.kind))
+    with ExitStack() as failed:
+        for id in sorted({i.device for v in plan.variants for i in v.stream.instrs}):
+            spec = plan.machine.device(id)
+            backend = _backend(spec.kind)
             _check_device(plan, spec, backend)
-            device = backend.open(replace(spec, cores=threads) if threads else spec)
+            device = opened[id] = backend.open(replace(spec, cores=threads) if threads else spec)
+            failed.callback(device.close)
             if on_progress is not None and hasattr(device, "progress"):
                 device.progress = on_progress
-            opened[spec.id] = device
-    host = _backend("reference").open(replace(plan.machine.devices[0], kind="reference", id="host"))
-    poison = poison or knobs.POISON.get()
-    return Program(plan, opened, host, pages=pages, source=source, poison=poison)
+        host = _backend("reference").open(replace(plan.machine.devices[0], kind="reference", id="host"))
+        poison = poison or knobs.POISON.get()
+        program = Program(plan, opened, host, pages=pages, source=source, poison=poison)
+        failed.pop_all()
+    return program
 
 
 def _check_device(plan: Plan, spec: Device, backend: Backend) -> None:
@@ -222,7 +225,24 @@ def seal(folder: Path) -> Plan:
     for variant in plan.variants:
         laws.check(variant.physical, stage=f"{variant.name}.physical")
         laws.check(variant.stream, stage=f"{variant.name}.micro")
+        _check_doors(plan, variant)
+    laws.check_variants([v.stream for v in plan.variants])
     return plan
+
+
+def _check_doors(plan: Plan, variant: Variant) -> None:
+    """Raises ProgramError when a variant's inputs or outputs aren't those of the logical graph."""
+    stream, graph = variant.stream, plan.logical
+    for what, have, want in (
+        ("inputs", {(i.name, i.type) for i in stream.inputs}, {(i.name, i.type) for i in graph.inputs}),
+        ("outputs", {(o.name, "") for o in stream.outputs}, {(o.name, "") for o in graph.outputs}),
+    ):
+        if have != want:
+            odd = ", ".join(sorted({name for name, _ in have ^ want}))
+            raise ProgramError(
+                f"{variant.name}.micro and model.logical disagree about the {what}: {odd}",
+                hint="declare the same in both",
+            )
 
 
 def compile(

@@ -62,7 +62,7 @@ def penalised(x, penalty):
     if x == types.float32(-math.inf):
         return x
     y = x / penalty if x > 0 else x * penalty
-    return max(y, types.float32(-LARGEST))
+    return min(max(y, types.float32(-LARGEST)), types.float32(LARGEST))
 
 
 @inner

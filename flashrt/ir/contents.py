@@ -8,9 +8,8 @@ from flashrt.ir import micro
 from flashrt.ir.bounds import Span
 from flashrt.ir.law import Violation
 from flashrt.ir.memory import MemoryMap, Owner, Use, memory_name, named
+from flashrt.ir.order import Ring, loaded_at_start
 from flashrt.ir.types import Dim, show
-
-Ring = tuple[str, str]  # a ring block: name, device
 
 
 class _Contents:
@@ -90,7 +89,7 @@ def alive_apart(memory: MemoryMap) -> Iterator[Violation]:
 
 def _ring_overlaps(memory: MemoryMap) -> Iterator[Violation]:
     holder: dict[int, str] = {}
-    for name, device in sorted(loaded_at_start(memory)):
+    for name, device in sorted(loaded_at_start(memory.stream)):
         for piece in memory.pieces(("block", device, name)):
             holder[piece] = name
     for at, instr in enumerate(memory.stream.instrs):
@@ -118,18 +117,9 @@ def _ring_uses(memory: MemoryMap) -> Iterator[tuple[int, micro.Instr, Ring]]:
                 yield at, memory.stream.instrs[at], key
 
 
-def loaded_at_start(memory: MemoryMap) -> set[Ring]:
-    """Ring blocks that the step before left loaded: they are used before their first prefetch."""
-    prefetched = {(i.block, i.device) for i in memory.stream.instrs if isinstance(i, micro.Prefetch)}
-    first: dict[Ring, micro.Instr] = {}
-    for _, instr, key in _ring_uses(memory):
-        first.setdefault(key, instr)
-    return {k for k, instr in first.items() if k in prefetched and not isinstance(instr, micro.Prefetch)}
-
-
 def loaded_before_use(memory: MemoryMap) -> Iterator[Violation]:
     """A block is resident, or loaded (prefetched and not yet evicted), when it is used."""
-    loaded = loaded_at_start(memory)
+    loaded = loaded_at_start(memory.stream)
     for at, instr, key in _ring_uses(memory):
         if isinstance(instr, micro.Prefetch):
             loaded.add(key)
@@ -142,7 +132,7 @@ def loaded_before_use(memory: MemoryMap) -> Iterator[Violation]:
 
 def residency_returns(memory: MemoryMap) -> Iterator[Violation]:
     """The blocks loaded at the end of a step are those loaded at its start; resident ones stay."""
-    start = loaded_at_start(memory)
+    start = loaded_at_start(memory.stream)
     loaded = dict.fromkeys(start, -1)
     for at, instr, key in _ring_uses(memory):
         if isinstance(instr, micro.Prefetch):

@@ -6,7 +6,7 @@ a broken one is caught where it broke, with the lines around the place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
@@ -19,7 +19,7 @@ from flashrt.ir.memory import MemoryMap
 from flashrt.ir.stream_laws import MICRO
 from flashrt.ir.text import Level, show_instr, show_node
 
-__all__ = ["LOGICAL", "MICRO", "PHYSICAL", "Law", "Violation", "check", "violations"]
+__all__ = ["LOGICAL", "MICRO", "PHYSICAL", "Law", "Violation", "check", "check_variants", "violations"]
 
 L = TypeVar("L")
 CONTEXT = 2  # lines shown before and after the place
@@ -47,6 +47,29 @@ def check(level: Level, *, stage: str = "") -> None:
         lines="" if found.at is None else around(level, found.at),
         hint=f"next step: {found.repair}",
     )
+
+
+def check_variants(streams: Sequence[micro.Stream]) -> None:
+    """Does nothing when the streams can take turns at any step: a state is on one device, of one type.
+
+    Raises:
+        LawError: with the state, and the first instruction that looks for it elsewhere.
+    """
+    homes: dict[str, tuple[str, str, str]] = {}  # state → device, type, the stream that said so first
+    for stream in streams:
+        types = {s.name: str(s.type) for s in stream.states}
+        for at, instr in enumerate(stream.instrs):
+            if not isinstance(instr, micro.Dispatch):
+                continue
+            for state in (*instr.reads, *instr.writes):
+                device, type, first = homes.setdefault(state, (instr.device, types[state], stream.name))
+                if (device, type) != (instr.device, types[state]):
+                    raise LawError(
+                        f"state {state!r} is {types[state]} on {instr.device} in {stream.name!r}, "
+                        f"{type} on {device} in {first!r} (law variants-agree)",
+                        lines=around(stream, at),
+                        hint="next step: keep the state where every variant of the plan looks for it",
+                    )
 
 
 def around(level: Level, at: int) -> str:

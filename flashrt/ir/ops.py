@@ -37,6 +37,7 @@ class Op:
     form: its inputs and attributes, as documentation. rule: types → result type (None: not checked).
     flops: multiply-adds times two, as a size. weighted: the input that is a packed matrix, or None;
     its layout becomes part of the kernel name. affinity, why: kinds of device, best first, and the reason.
+    needs: attributes that a node must have.
     """
 
     form: str
@@ -46,6 +47,7 @@ class Op:
     why: str
     numerics: str = EXACT
     weighted: int | None = None
+    needs: tuple[str, ...] = ()
 
 
 def _same(types: Types, attrs: Mapping[str, Value]) -> TensorType:
@@ -125,21 +127,21 @@ OPS: Mapping[str, Op] = {
     "rms_norm": Op(
         "(x, @w if weight) eps width offset: each group of `width` channels over its root mean square, "
         "times (offset + w)",
-        _same, _heavy, ANY, "small; stays beside the product it feeds",
+        _same, _heavy, ANY, "small; stays beside the product it feeds", needs=("eps", "width", "offset"),
     ),
     "layer_norm": Op(
         "(x, @w, @b) eps: each row to mean 0 and variance 1, times w, plus b",
-        _same, _heavy, ANY, "small; stays beside the product it feeds",
+        _same, _heavy, ANY, "small; stays beside the product it feeds", needs=("eps",),
     ),
     "rope_table": Op(
         "(positions i32[T], @inv_freq[D/2]) scale → f32[T,D]: cosines, then sines, of position·inv_freq, "
         "times scale",
-        _rope_table, _heavy, NO_NPU, "angles of late positions need float32",
+        _rope_table, _heavy, NO_NPU, "angles of late positions need float32", needs=("scale",),
     ),
     "rope": Op(
         "(x[T,H*head_dim], table[T,D]) head_dim: rotates the first D channels of each head "
         "(halves, not pairs)",
-        _same, _heavy, NO_NPU, "stays beside the attention it feeds",
+        _same, _heavy, NO_NPU, "stays beside the attention it feeds", needs=("head_dim",),
     ),
     "attention": Op(
         "(q[T,Hq*d], k[T,Hk*d], v[T,Hk*dv], positions i32[T], seq i32[T], pages i32[S,M], "
@@ -148,14 +150,15 @@ OPS: Mapping[str, Op] = {
         "state's pages, then attends to every earlier key of the same sequence",
         _attention, _attend, NO_NPU, "softmax over long rows loses precision on an NPU",
         numerics="acc=f32 chunk=page",
+        needs=("heads", "kv_heads", "head_dim", "value_dim", "scale", "window", "softcap", "causal"),
     ),
     "gated": Op(
         "(gate, up) act → act(gate)·up; act: silu, gelu, gelu_tanh, relu",
-        _same, _heavy, ANY, "elementwise; stays beside its products",
+        _same, _heavy, ANY, "elementwise; stays beside its products", needs=("act",),
     ),
     "activation": Op(
         "(x) act: silu, gelu, gelu_tanh, relu, tanh, sigmoid",
-        _same, _heavy, ANY, "elementwise; stays beside its products",
+        _same, _heavy, ANY, "elementwise; stays beside its products", needs=("act",),
     ),
     "add": Op(
         "(a, b) → a + b, b broadcast over rows",
@@ -165,9 +168,15 @@ OPS: Mapping[str, Op] = {
         "(a, b) → a · b, b broadcast over rows",
         _broadcast, _quick, ANY, "elementwise; stays beside its inputs",
     ),
-    "scale": Op("(x) by → x · by", _same, _quick, ANY, "elementwise; stays beside its input"),
-    "softcap": Op("(x) cap → cap · tanh(x / cap)", _same, _heavy, NO_NPU, "tanh of large values"),
-    "slice": Op("(x) lo hi → channels [lo, hi) of the last axis", _slice, _quick, ANY, _MOVE),
+    "scale": Op(
+        "(x) by → x · by", _same, _quick, ANY, "elementwise; stays beside its input", needs=("by",)
+    ),
+    "softcap": Op(
+        "(x) cap → cap · tanh(x / cap)", _same, _heavy, NO_NPU, "tanh of large values", needs=("cap",)
+    ),
+    "slice": Op(
+        "(x) lo hi → channels [lo, hi) of the last axis", _slice, _quick, ANY, _MOVE, needs=("lo", "hi")
+    ),
     "view": Op("(x) → the same elements in the node's shape", None, _quick, ANY, _MOVE),
     "rows": Op("(x[T,C], index i32[N]) → f32[N,C]: the rows asked for", _rows, _quick, ANY, _MOVE),
     "sample": Op(
@@ -181,12 +190,15 @@ OPS: Mapping[str, Op] = {
 def infer(op: str, types: Types, attrs: Attrs) -> TensorType | None:
     """The type the operation's rule gives, or None where it has none.
 
-    Raises ValueError when the inputs don't fit.
+    Raises ValueError when the inputs don't fit, or an attribute is missing.
     """
     entry = OPS.get(op)
     if entry is None or entry.rule is None:
         return None
-    return entry.rule(types, dict(attrs))
+    given = dict(attrs)
+    if missing := [name for name in entry.needs if name not in given]:
+        raise ValueError(f"{op} lacks {', '.join(missing)}")
+    return entry.rule(types, given)
 
 
 def flops(op: str, types: Types, out: TensorType, attrs: Attrs) -> Dim:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from flashrt.ir import micro
@@ -22,6 +23,7 @@ from flashrt.ir.types import Dim
 
 COMPUTE = "compute"  # the lane whose end is the end of a step
 Clock = tuple[int, ...]
+Ring = tuple[str, str]  # a ring block: name, device
 
 
 class Access(NamedTuple):
@@ -66,6 +68,19 @@ def _argument(arg: micro.Arg, device: str) -> Access:
     if isinstance(arg, micro.SlotRef):
         return Access("slot", device, arg.slot, arg.lo, arg.hi)
     return Access("block", device, arg.block, arg.lo, arg.hi)
+
+
+def loaded_at_start(stream: micro.Stream) -> set[Ring]:
+    """Ring blocks that the step before left loaded: they are used before their first prefetch."""
+    ring = {(b.name, b.device) for b in stream.blocks if b.home == "ring"}
+    prefetched = {(i.block, i.device) for i in stream.instrs if isinstance(i, micro.Prefetch)}
+    first: dict[Ring, micro.Instr] = {}
+    for instr in stream.instrs if ring else ():
+        for access in chain(*accesses(instr)):
+            if access.kind == "block":
+                first.setdefault((str(access.name), access.device), instr)
+    late = {key for key, instr in first.items() if not isinstance(instr, micro.Prefetch)}
+    return ring & prefetched & late
 
 
 def input_slots(stream: micro.Stream) -> frozenset[int]:

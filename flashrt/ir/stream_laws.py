@@ -116,6 +116,14 @@ def _resident_overlaps(memory: MemoryMap) -> Iterator[Violation]:
         taken |= dict.fromkeys(pieces, block.name)
 
 
+def planes_known(memory: MemoryMap) -> Iterator[Violation]:
+    """A prefetch loads the whole block: no packed layout has planes that could be loaded one by one."""
+    for at, instr in enumerate(memory.stream.instrs):
+        if isinstance(instr, micro.Prefetch) and instr.plane:
+            what = f"loads plane {instr.plane!r} of @{instr.block}, whose layout has no planes"
+            yield Violation(f"{named(memory.stream, at)} {what}", at)
+
+
 # ---- ticks -----------------------------------------------------------------------
 def ticks_unique(memory: MemoryMap) -> Iterator[Violation]:
     """A tick is signalled by one instruction."""
@@ -304,6 +312,7 @@ MICRO: tuple[Law[MemoryMap], ...] = (
     Law("declared", declared, "declare it once, or correct the name"),
     Law("aliases", aliases, "point the alias at a slot that owns its memory"),
     Law("fits", fits, "run `pack` again: offsets and sizes belong together"),
+    Law("planes-known", planes_known, "leave the plane out", (micro.Prefetch,)),
     Law("ticks-unique", ticks_unique, "number the ticks anew"),
     Law("waits-known", waits_known, "signal it earlier in the text, or wait with @-1 for the step before"),
     Law("on-device", on_device, "transfer the slot to the device first", _SLOTS),

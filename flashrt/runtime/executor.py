@@ -21,8 +21,7 @@ import numpy as np
 from flashrt.backend import ABORT, I64, Compute, OpenDevice, Rect
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
-from flashrt.ir.contents import loaded_at_start
-from flashrt.ir.memory import MemoryMap
+from flashrt.ir.order import loaded_at_start
 from flashrt.ir.types import DTYPES, product, size
 from flashrt.runtime.arena import Residents, StreamMemory, host_view
 from flashrt.runtime.step import Arrays, bounds_of, read_output, write_step
@@ -67,7 +66,7 @@ class Executor:
         self._outputs = {o.name: int(o.value.removeprefix("%")) for o in stream.outputs}
         self._types = {s.id: s.type for s in stream.slots}
         self._blocks = {(b.name, b.device): b for b in stream.blocks}
-        self._carried = [self._blocks[key] for key in sorted(loaded_at_start(MemoryMap(stream)))]
+        self._carried = [self._blocks[key] for key in sorted(loaded_at_start(stream))]
         self._env: Mapping[str, int] = {}
         self._error: BaseException | None = None
         self._ready = False

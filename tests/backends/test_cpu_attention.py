@@ -162,6 +162,13 @@ def test_sample_of_odd_rows() -> None:
         assert got[3] == 5 or temperature == 1e6
 
 
+@pytest.mark.parametrize("penalty", [1e-39, 1e-30, 1e30])
+def test_penalty_that_overflows_is_cut_back(penalty: float) -> None:
+    logits = np.array([[0, 3e9, -3e9, 5, 4e9]], np.float32)
+    values = {0: logits, **parameters(1, penalty=penalty, temperature=0.7, history=[[0, 1, 2, 2]])}
+    agree(sample_text(5, 4), values, 9, T=1)
+
+
 def test_frequencies_follow_the_probabilities() -> None:
     t, v = 16, 50
     row = r(v)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flashrt.errors import LawError
 from flashrt.ir import micro
-from flashrt.ir.laws import LOGICAL, MICRO, PHYSICAL, check, violations
+from flashrt.ir.laws import LOGICAL, MICRO, PHYSICAL, check, check_variants, violations
 from flashrt.ir.order import COMPUTE, HappensBefore, accesses
 from flashrt.ir.text import from_text, read_micro
 from flashrt.ir.types import TensorType
@@ -160,6 +160,7 @@ MICRO_FAULTS = [
     ("fits", "arena cpu:0 bytes=40960", "arena cpu:0 bytes=40959"),
     ("fits", "ring gpu:0 bytes=16384", "ring gpu:0 bytes=8191"),
     ("fits", "home=resident offset=8192", "home=resident offset=8191"),
+    ("planes-known", "signals=!4 block=v", "signals=!4 block=v plane=q4"),
     ("ticks-unique", "signals=!7", "signals=!0"),
     ("waits-known", "src=%6", "waits=[!9] src=%6"),
     ("waits-known", "src=%6", "waits=[!2@-2] src=%6"),
@@ -233,6 +234,19 @@ def test_error_names_law_place_and_repair() -> None:
     marked = error.lines.splitlines()
     assert len(marked) == 5 and marked[2].startswith("  >   11  dispatch device=cpu:0")
     assert "wait for it" in error.hint
+
+
+def test_variants_keep_a_state_in_one_place() -> None:
+    """Programs that take turns look for the cache on the same device and in the same form."""
+    here = read_micro(STREAM)
+    check_variants([here, replace(here, name="other")])
+    wider = edited(STREAM, "state kv f32[P,32]", "state kv f32[P,64]")
+    with pytest.raises(LawError, match=r"state 'kv' is f32\[P,64\] on cpu:0 in 'tiny', f32\[P,32\] on cpu:0"):
+        check_variants([here, read_micro(wider)])
+    there = replace(here, instrs=tuple(replace(i, device="gpu:0") for i in here.instrs), name="there")
+    with pytest.raises(LawError, match=r"on gpu:0 in 'there', .* on cpu:0 in 'tiny'") as caught:
+        check_variants([here, there])
+    assert "writes=[kv]" in caught.value.lines
 
 
 ACROSS = """\

@@ -39,6 +39,30 @@ def test_golden(golden: Golden) -> None:
     golden("place/two_layers.physical", to_text(graph))
 
 
+def test_golden_costs(golden: Golden) -> None:
+    """Each node on each device: microseconds, bytes and flops, as sizes in the symbols."""
+    both = machine(device(), device("gpu:0", read=known(2e11), launch=known(5.0)))
+    rows = cost(two_layers(), both).rows
+    lines = [
+        f"{node} {on}: est=({show(c.est)})us bytes={show(c.bytes)} flops={show(c.flops)}\n"
+        for (node, on), c in rows.items()
+    ]
+    golden("cost/two_layers.txt", "".join(lines))
+
+
+def test_golden_cuts(golden: Golden) -> None:
+    """Each node: the unit it may be split in (0: it stays whole), and why."""
+    both = machine(device(), device("gpu:0"))
+    big = read_logical(to_text(ODD).replace("64", "4096"))
+    cuts = {"small": shard(ODD, cost(ODD, both), both), "big": shard(big, cost(big, both), both)}
+    lines = [
+        f"{size} {name}: unit={cut.unit} {cut.because}\n"
+        for size, found in cuts.items()
+        for name, cut in found.items()
+    ]
+    golden("shard/odd.txt", "".join(lines))
+
+
 def test_roofline() -> None:
     """launch + max(bytes / read, flops / rate), with the weight's packed bytes."""
     table = cost(ODD, machine())
