@@ -49,7 +49,7 @@ class CompileOptions:
     tokens: int = 512
     sequences: int = 16
     without: tuple[str, ...] = ()
-    numerics: str = "act=f32 acc=f32"
+    numerics: str = "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +156,14 @@ def _plan(
         last = time.perf_counter()
 
     chosen = pipeline.Options(
-        numerics=_numerics(options.numerics, variant, machine), disabled=frozenset(options.without), weight_bytes=room
+        numerics=numerics_of(options.numerics, variant, machine),
+        disabled=frozenset(options.without),
+        weight_bytes=room,
     )
     return pipeline.compile_graph(graph, machine, chosen, check=door)
 
 
-def _numerics(mode: str, variant: str, machine: Machine) -> str:
+def numerics_of(mode: str, variant: str, machine: Machine) -> str:
     """Numerics of one variant's linears: the first of the mode's that a device has kernels for."""
     if mode not in MODES:
         return mode

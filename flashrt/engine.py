@@ -7,6 +7,7 @@ library's door; the command line is a client of them.
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -108,9 +109,9 @@ def open_plan(
                 device.progress = on_progress
         host = _backend("reference").open(replace(plan.machine.devices[0], kind="reference", id="host"))
         poison = poison or knobs.POISON.get()
-        program = Program(plan, opened, host, pages=pages, source=source, poison=poison)
+        ready = Program(plan, opened, host, pages=pages, source=source, poison=poison)
         failed.pop_all()
-    return program
+    return ready
 
 
 def _check_device(plan: Plan, spec: Device, backend: Backend) -> None:
@@ -189,6 +190,7 @@ def _check_host_rows(plan: Plan) -> None:
 def _kept(folder: Path) -> Compiled | None:
     """The plan in the cache; None when there is none, or it is damaged: then it is compiled anew."""
     if not (folder / program.MANIFEST).is_file():
+        shutil.rmtree(folder, ignore_errors=True)  # `save` refuses to write over what isn't a plan
         return None
     try:
         return Compiled(program.load(folder), cached=True)

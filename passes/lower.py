@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 
 from flashrt.ir import micro, physical
 from flashrt.ir.bounds import Bounds
-from flashrt.ir.ops import EXACT
+from flashrt.ir.ops import EXACT, QUANTIZED
 from flashrt.ir.order import COMPUTE
-from flashrt.ir.types import Dim, Output, TensorType, ceildiv
-from flashrt.layouts import BLOCK, LAYOUTS
+from flashrt.ir.types import Dim, Output, TensorType
+from flashrt.layouts import LAYOUTS
 from flashrt.machine import Machine
 from flashrt.passes.cost import block_bytes, kernel_of, settings
 from flashrt.passes.place import weight_road
@@ -38,12 +38,6 @@ _BY_CHANNEL: Mapping[str, Callable[[int], bool]] = {
     **dict.fromkeys(("gated", "add", "mul"), lambda i: True),
     **dict.fromkeys(("activation", "scale", "softcap", "rope", "rms_norm"), lambda i: i == 0),
     "linear": lambda i: i > 0,
-}
-
-# scheme of `quantize` → type of what it makes of f32[T,K]
-_ROUNDED: Mapping[str, Callable[[Dim, Dim], TensorType]] = {
-    "i8/32": lambda t, k: TensorType("u8", (t, k + ceildiv(k, BLOCK) * 4)),
-    "bf16": lambda t, k: TensorType("bf16", (ceildiv(t, BLOCK) * BLOCK, ceildiv(k, BLOCK) * BLOCK)),
 }
 
 
@@ -177,7 +171,7 @@ class _Lowering:
             assert isinstance(bias, micro.BlockRef), node.name
             before = [micro.Bias(device=node.device, lane=COMPUTE, block=bias, node=node.name)]
         scheme = settings(node.numerics).get("act", "")
-        if scheme in _ROUNDED and isinstance(args[0], micro.SlotRef):
+        if scheme in QUANTIZED and isinstance(args[0], micro.SlotRef):
             args[0] = self._quantise(node, args[0], scheme)
         self._dispatch(node, args, before)
 
@@ -185,7 +179,7 @@ class _Lowering:
         """The quantised form of a slot, made once for all products that take it."""
         if (node.device, src, scheme) not in self._quantised:
             type = self._type(node.inputs[0])
-            small = _ROUNDED[scheme](*type.shape)
+            small = QUANTIZED[scheme](*type.shape)
             dst = micro.SlotRef(self._slot(node.device, small))
             instr = micro.Quantize(
                 device=node.device, lane=COMPUTE, src=src, dst=dst, scheme=scheme,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from flashrt.ir import micro
 from flashrt.ir.bounds import Bounds
-from flashrt.ir.memory import MemoryMap, Use, conflict, supersedes
+from flashrt.ir.memory import MemoryMap, Use, conflict, supersedes, timed_uses
 from flashrt.ir.types import Expr
 
 Needs = dict[int, int]  # lane → the last instruction of it that must be over
@@ -74,7 +74,7 @@ def _needs(stream: micro.Stream, lanes: _Lanes) -> tuple[list[Needs], list[Needs
         return now, earlier
     memory = MemoryMap(stream)
     known = memory.bounds
-    uses = _shared(_timed(memory), memory, lanes)
+    uses = _shared(list(timed_uses(memory)), memory, lanes)
     pieces: dict[int, _Piece] = defaultdict(_Piece)
     for step in (0, 1):
         for i, (reads, writes) in enumerate(uses):
@@ -90,20 +90,6 @@ def _needs(stream: micro.Stream, lanes: _Lanes) -> tuple[list[Needs], list[Needs
                     _compare(before, use, step, i, known, lanes, (now, earlier))
                     _forget(piece, use, step, i, known)
     return now, earlier
-
-
-def _timed(memory: MemoryMap) -> Uses:
-    """What each instruction reads and writes; a bias's block is read by the dispatch after it."""
-    uses: list[tuple[Sequence[Use], Sequence[Use]]] = []
-    pending: dict[tuple[str, str], Sequence[Use]] = {}
-    for instr, (reads, writes) in zip(memory.stream.instrs, memory.uses, strict=True):
-        lane = (instr.device, instr.lane)
-        if isinstance(instr, micro.Bias):
-            pending[lane], reads = reads, []
-        elif lane in pending:
-            reads = [*reads, *pending.pop(lane)]
-        uses.append((reads, writes))
-    return uses
 
 
 def _shared(uses: Uses, memory: MemoryMap, lanes: _Lanes) -> Uses:

@@ -1,15 +1,20 @@
-"""The generated manual is up to date, and everything in it has a meaning."""
+"""The generated manual is up to date, everything in it has a meaning, and commands in the docs exist."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import typer
 
+from flashrt.cli import main as flashrt
+from flashrt.cli import profiler
 from flashrt.ir import micro
 from flashrt.ir.stream_laws import MICRO
 from flashrt.ir.text import read_micro, show_instr
@@ -62,3 +67,24 @@ def test_every_law_stands_in_the_page(manual: ModuleType) -> None:
     page = manual.page()
     for law in MICRO:
         assert f"### {law.name}\n\n{law.statement}" in page
+
+
+COMMAND = re.compile(r"(?:flashrt (?:compile|run|explain|devices)|flash-profiler)\b[^`\n|>]*")
+
+
+def commands() -> list[str]:
+    """Every command that README and docs write out."""
+    texts = [path.read_text("utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
+    return sorted({match.strip() for text in texts for match in COMMAND.findall(text)})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_in_the_docs_exist(command: str) -> None:
+    """The options that stand behind a command in the docs are its options."""
+    program, *words = shlex.split(command)
+    if program == "flashrt":
+        known = typer.main.get_command(flashrt.app).commands[words.pop(0)]  # type: ignore[attr-defined]
+    else:
+        known = typer.main.get_command(profiler.app)
+    options = {option for parameter in known.params for option in parameter.opts}
+    assert {word for word in words if word.startswith("-") and word != "-"} <= options

@@ -74,8 +74,9 @@ names = {}
 for name, module in list(sys.modules.items()):
     file = getattr(module, "__file__", None)
     # (torch.ops claims a relative file that isn't there)
-    if file and os.path.isfile(file) and os.path.realpath(file).startswith(os.getcwd() + os.sep) and name != "__main__":
-        names.setdefault(os.path.realpath(file), []).append(name)
+    real = os.path.realpath(file) if file and os.path.isfile(file) else ""
+    if real.startswith(os.getcwd() + os.sep) and name != "__main__":
+        names.setdefault(real, []).append(name)
 print(json.dumps(names))
 """
 

@@ -286,18 +286,18 @@ def attend_page(row, chunk, keys, position, count, length, q, q_stride, y, y_str
     for i in range(begin, end):
         weigh_page(row, scores + 64 * i, states + 128 * i, y + i * y_stride)
     values, v_dim = keys + word(row, A.kv_heads) * 64 * word(row, A.dim), word(row, A.v_dim)
-    i = begin
-    while i < end:
-        first = max(start_of(row, position + i) - 16 * chunk, 0)
-        last = min(end_of(row, position + i, length) - 16 * chunk, 16)
+    here = begin
+    while here < end:
+        first = max(start_of(row, position + here) - 16 * chunk, 0)
+        last = min(end_of(row, position + here, length) - 16 * chunk, 16)
         # ends rise from token to token, and so do starts
-        whole = last == 16 and i + 1 < end and start_of(row, position + i + 1) <= 16 * chunk
+        whole = last == 16 and here + 1 < end and start_of(row, position + here + 1) <= 16 * chunk
         if whole and not v_dim & 63:
-            mix_two(values, 4 * word(row, A.dim), v_dim, scores + 64 * i, y + i * y_stride, y_stride)
-            i += 2
+            mix_two(values, 4 * word(row, A.dim), v_dim, scores + 64 * here, y + here * y_stride, y_stride)
+            here += 2
         else:
-            mix_page(row, values, first, last, scores + 64 * i, y + i * y_stride)
-            i += 1
+            mix_page(row, values, first, last, scores + 64 * here, y + here * y_stride)
+            here += 1
 
 
 @inner

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from flashrt import knobs
 from flashrt.backend import I64, U8, Compute, Memory, Place, Rect
 from flashrt.backends.cpu import table
 from flashrt.backends.cpu.cache import Progress, function_of, library
@@ -97,6 +96,5 @@ class CpuBackend:
         return tuple(pair for pair in offered() if function_of(*pair))
 
     def open(self, spec: Device) -> CpuDevice:
-        """A device with FLASHRT_THREADS threads, or one for each core of `spec` that is allowed to us."""
-        threads = knobs.THREADS.get() or min(spec.cores, len(os.sched_getaffinity(0)))
-        return CpuDevice(spec, max(threads, 1))
+        """A device with one thread for each core of `spec` that is allowed to us."""
+        return CpuDevice(spec, max(1, min(spec.cores, len(os.sched_getaffinity(0)))))

@@ -161,8 +161,9 @@ def _linear(instr: micro.Dispatch, ops: Operands, bias: micro.BlockRef | None) -
     assert function is not None, instr
     scratch, per_cycle = _scratch(function, w.k, ops)
     fields = rows.Linear(
-        x.address, x.stride, w.at, w.offset, y.address, y.stride, *bias_at, *residual, x.rows, w.n, w.k, *scratch
-    )
+        x.address, x.stride, w.at, w.offset, y.address, y.stride, *bias_at, *residual,
+        x.rows, w.n, w.k, *scratch,
+    )  # fmt: skip
     return Encoded(function, fields, x.rows * w.n * (w.k / per_cycle))
 
 
@@ -170,10 +171,10 @@ def _scratch(function: str, k: int, ops: Operands) -> tuple[tuple[int, int], int
     """((address, bytes) of each thread's scratch, multiplications a cycle) of a matrix product."""
     if function.startswith(("linear_vnni.", "linear_i8.")):
         each = rows.I8_TOKENS * rows.i8_row_bytes(k)
-        return (ops.scratch(each), each), 64 if "vnni" in function else 4
+        return (ops.scratch(each), each), 16 if "vnni" in function else 4
     if function.startswith("linear_amx."):
-        each = 2048 * ceildiv(k, 32)
-        return (ops.scratch(each), each), 256
+        each = 2048 * ((k + 31) // 32)
+        return (ops.scratch(each), each), 128
     return (0, 0), 16
 
 

@@ -16,7 +16,7 @@ the bits of a float64.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flashrt.ir.types import Dim
 
@@ -202,7 +202,7 @@ class Copy(NamedTuple):
 
 
 class Quantize(NamedTuple):
-    """x f32[T,K] → y u8[T, K + 4*ceildiv(K,32)], or bf16[T', K'], both rounded up to 32; y_stride in bytes."""
+    """x f32[T,K] → y u8[T, K + 4*ceildiv(K,32)], or bf16[T', K'] rounded up to 32; y_stride in bytes."""
 
     x: Dim
     x_stride: Dim
@@ -240,8 +240,8 @@ class Sample(NamedTuple):
 I8_TOKENS = 32  # tokens whose activations a thread prepares at a time (vnni.py)
 
 
-def i8_row_bytes(k: Dim) -> Any:
-    """Prepared INT8 activations of one token: bytes, scales and sums of whole blocks, in whole cache lines."""
+def i8_row_bytes(k: int) -> int:
+    """Prepared INT8 activations of one token: bytes, scales and sums of whole blocks, whole cache lines."""
     return (40 * ((k + 31) // 32) + 63) // 64 * 64
 
 

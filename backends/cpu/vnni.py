@@ -22,13 +22,24 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from flashrt.backends.cpu.intrinsics import F32, I8, I32, I64, at, copy_bytes, inner, intrinsic, operand, stack, word
+from flashrt.backends.cpu.intrinsics import (
+    F32,
+    I8,
+    I32,
+    I64,
+    at,
+    copy_bytes,
+    inner,
+    intrinsic,
+    operand,
+    stack,
+    word,
+)
 from flashrt.backends.cpu.linear import Kernel, L, finish, zero
 from flashrt.backends.cpu.rows import I8_TOKENS, i8_row_bytes
 from flashrt.backends.cpu.tiles import VH, Totals, ints, load_at
 from flashrt.backends.cpu.vector import LANES, VI, V, call, load_whole, muladd, splat
 from flashrt.layouts import BLOCK
-
 
 row_bytes = inner(i8_row_bytes)
 

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashrt.cli.options import Context, Devices, Fresh, Json, Model, Tokens, Without, obtain, refuse_for_plan
+from flashrt.cli.options import (
+    Context,
+    Devices,
+    Fresh,
+    Json,
+    Model,
+    Numerics,
+    Tokens,
+    Without,
+    obtain,
+    refuse_for_plan,
+)
 from flashrt.cli.terminal import micros, progress, say, show_table, size
 from flashrt.errors import RequestError
 
@@ -47,6 +58,7 @@ def compile_(
     context: Context = None,
     tokens: Tokens = None,
     without: Without = None,
+    numerics: Numerics = None,
     device: Devices = None,
     fresh: Fresh = False,
     debug_graph: Annotated[Level | None, typer.Option(help="print this level instead of the summary")] = None,
@@ -73,12 +85,18 @@ def compile_(
     stages: list[Stage] = []
     source = models.find(model)
     if source.kind == "plan" and output is not None:
-        given = {"--context": context, "--tokens": tokens, "--without": without, "--device": device}
+        given = {
+            "--context": context,
+            "--tokens": tokens,
+            "--without": without,
+            "--numerics": numerics,
+            "--device": device,
+        }
         refuse_for_plan(model, given)
         compiled = engine.Compiled(engine.seal(Path(source.place)), cached=False)
     else:
         compiled = obtain(
-            model, context=context, tokens=tokens, without=without, device=device, fresh=fresh,
+            model, context=context, tokens=tokens, without=without, numerics=numerics, device=device, fresh=fresh,
             on_stage=stages.append,
         )  # fmt: skip
     plan = compiled.plan

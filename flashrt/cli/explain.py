@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from flashrt.cli.compile import estimate
-from flashrt.cli.options import Context, Devices, Fresh, Json, Model, Tokens, Without, obtain
+from flashrt.cli.options import Context, Devices, Fresh, Json, Model, Numerics, Tokens, Without, obtain
 from flashrt.cli.terminal import micros, show, show_table, size
 
 if TYPE_CHECKING:
@@ -23,12 +23,15 @@ def explain(
     context: Context = None,
     tokens: Tokens = None,
     without: Without = None,
+    numerics: Numerics = None,
     device: Devices = None,
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
     """Shows the plan with the cost and the cause of every placement; loads no weights."""
-    compiled = obtain(model, context=context, tokens=tokens, without=without, device=device, fresh=fresh)
+    compiled = obtain(
+        model, context=context, tokens=tokens, without=without, numerics=numerics, device=device, fresh=fresh
+    )
     facts = explanation(compiled.plan)
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")

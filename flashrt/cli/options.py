@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +16,15 @@ if TYPE_CHECKING:
     from flashrt.engine import LLM, Compiled
 
 TOKENS = 512  # of one step at most, unless --tokens says otherwise
+
+
+class Mode(StrEnum):
+    """How linears are computed: the names of compiler.MODES."""
+
+    exact = "exact"
+    int8 = "int8"
+    fast = "fast"
+
 
 Model = Annotated[
     str,
@@ -38,6 +48,13 @@ Without = Annotated[
         "`--without region` runs every instruction by itself. Results stay the same",
     ),
 ]
+Numerics = Annotated[
+    Mode | None,
+    typer.Option(
+        help="exact: float32 everywhere; int8: activations rounded to INT8 blocks, the same tokens for any "
+        f"batch; fast: int8 for few tokens, bf16 for many (default: {Mode.exact.value})"
+    ),
+]
 Devices = Annotated[
     list[str] | None,
     typer.Option(
@@ -58,6 +75,7 @@ def obtain(
     context: int | None,
     tokens: int | None,
     without: list[str] | None,
+    numerics: Mode | None,
     device: list[str] | None,
     fresh: bool = False,
     on_stage: Callable[[Stage], None] = lambda stage: None,
@@ -66,9 +84,15 @@ def obtain(
     from flashrt import engine
     from flashrt.frontend import models
 
-    options = _compile_options(context, tokens, without)
+    options = _compile_options(context, tokens, without, numerics)
     if models.find(model).kind == "plan":
-        given = {"--context": context, "--tokens": tokens, "--without": without, "--device": device}
+        given = {
+            "--context": context,
+            "--tokens": tokens,
+            "--without": without,
+            "--numerics": numerics,
+            "--device": device,
+        }
         refuse_for_plan(model, {**given, "--fresh": fresh})
     with progress(f"preparing {model}") as say:
 
@@ -79,7 +103,9 @@ def obtain(
         return engine.obtain(model, options, devices=device or ("cpu:0",), on_stage=passed, fresh=fresh)
 
 
-def _compile_options(context: int | None, tokens: int | None, without: list[str] | None) -> CompileOptions:
+def _compile_options(
+    context: int | None, tokens: int | None, without: list[str] | None, numerics: Mode | None
+) -> CompileOptions:
     from flashrt.compiler import CompileOptions
 
     names = tuple(sorted(set(without or ())))
@@ -87,7 +113,9 @@ def _compile_options(context: int | None, tokens: int | None, without: list[str]
         from flashrt.passes.pipeline import check_names
 
         check_names(names)
-    return CompileOptions(context=context, tokens=tokens or TOKENS, without=names)
+    return CompileOptions(
+        context=context, tokens=tokens or TOKENS, without=names, numerics=(numerics or Mode.exact).value
+    )
 
 
 def refuse_for_plan(model: str, given: Mapping[str, object]) -> None:

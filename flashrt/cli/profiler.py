@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashrt.cli.options import Context, Devices, Fresh, Model, Threads, Tokens, Without, obtain, open_model
+from flashrt.cli.options import (
+    Context,
+    Devices,
+    Fresh,
+    Model,
+    Numerics,
+    Threads,
+    Tokens,
+    Without,
+    obtain,
+    open_model,
+)
 from flashrt.cli.terminal import Command, micros, progress, show, show_table, size
 from flashrt.errors import RequestError
 
@@ -62,6 +73,7 @@ def profile(
     tokens: Tokens = None,
     threads: Threads = None,
     without: Without = None,
+    numerics: Numerics = None,
     device: Devices = None,
     fresh: Fresh = False,
 ) -> None:
@@ -76,7 +88,9 @@ def profile(
     if prefill and decode:
         raise RequestError("--prefill and --decode exclude each other", hint="leave both out for all steps")
     phase: Phase = "prefill" if prefill else "decode" if decode else "all"
-    compiled = obtain(model, context=context, tokens=tokens, without=without, device=device, fresh=fresh)
+    compiled = obtain(
+        model, context=context, tokens=tokens, without=without, numerics=numerics, device=device, fresh=fresh
+    )
     with open_model(model, compiled, threads) as llm, progress("running"):
         steps = report.of_phase(_recorded(llm, prompt, max_tokens, raw=raw), phase)
         streams = {v.name: v.stream for v in llm.plan.variants}

@@ -17,6 +17,7 @@ from flashrt.cli.options import (
     Fresh,
     Json,
     Model,
+    Numerics,
     Threads,
     Tokens,
     Without,
@@ -54,6 +55,7 @@ def run_(
     tokens: Tokens = None,
     threads: Threads = None,
     without: Without = None,
+    numerics: Numerics = None,
     device: Devices = None,
     fresh: Fresh = False,
     as_json: Json = False,
@@ -69,7 +71,9 @@ def run_(
         max_tokens=max_tokens, stop=tuple(stop or ()), seed=seed, ignore_eos=ignore_eos,
     )  # fmt: skip
     _check_choices(source, prompt, interactive, raw, system, as_json)
-    compiled = obtain(model, context=context, tokens=tokens, without=without, device=device, fresh=fresh)
+    compiled = obtain(
+        model, context=context, tokens=tokens, without=without, numerics=numerics, device=device, fresh=fresh
+    )
     text = _stdin() if source else prompt
     with open_model(model, compiled, threads) as llm:
         if interactive:

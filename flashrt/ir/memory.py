@@ -185,8 +185,8 @@ class _Piece:
     spans: dict[tuple[Dim, Span], None] = field(default_factory=dict)
 
 
-def _timed(memory: MemoryMap) -> Iterator[tuple[list[Use], list[Use]]]:
-    """What each instruction reads and writes, a bias's block counted at its dispatch."""
+def timed_uses(memory: MemoryMap) -> Iterator[tuple[list[Use], list[Use]]]:
+    """What each instruction reads and writes; a bias's block is read by the dispatch after it."""
     pending: dict[tuple[str, str], list[Use]] = {}
     for instr, (reads, writes) in zip(memory.stream.instrs, memory.uses, strict=True):
         if isinstance(instr, micro.Bias):
@@ -215,7 +215,7 @@ def hazards(memory: MemoryMap) -> Iterator[Hazard]:
     scan = _Scan(memory.bounds, order)
     for step in (0, 1):
         yield from scan.visit(step, order.host, (), inputs)
-        for i, (reads, writes) in enumerate(_timed(memory)):
+        for i, (reads, writes) in enumerate(timed_uses(memory)):
             yield from scan.visit(step, i, reads, writes)
         if step == 0:
             yield from scan.peek(order.host, outputs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashrt.ir.types import Attrs, Dim, TensorType, Value, product, sym
+from flashrt.ir.types import Attrs, Dim, TensorType, Value, ceildiv, product, sym
 
 Types = Sequence[TensorType]
 Rule = Callable[[Types, Mapping[str, Value]], TensorType]
@@ -24,6 +24,12 @@ EXACT = "acc=f32"
 LINEAR_EXACT = "act=f32 acc=f32"
 LINEAR_I8 = "act=i8/32 acc=f32"
 LINEAR_BF16 = "act=bf16 acc=f32"
+
+# scheme of a `quantize` instruction → the type of what it makes of activations f32[T,K]
+QUANTIZED: Mapping[str, Callable[[Dim, Dim], TensorType]] = {
+    "i8/32": lambda t, k: TensorType("u8", (t, k + ceildiv(k, 32) * 4)),
+    "bf16": lambda t, k: TensorType("bf16", (ceildiv(t, 32) * 32, ceildiv(k, 32) * 32)),
+}
 
 ANY = ("gpu", "npu", "cpu")
 NO_NPU = ("gpu", "cpu")

@@ -13,6 +13,7 @@ from flashrt.ir.bounds import Bounds, Span
 from flashrt.ir.contents import alive_apart, loaded_before_use, residency_returns, written_before_read
 from flashrt.ir.law import Law, Violation
 from flashrt.ir.memory import Hazard, MemoryMap, hazards, memory_name, named, output_slots, owner_of
+from flashrt.ir.operands import blocks_fit, operands_fit
 from flashrt.ir.order import Access
 from flashrt.ir.types import Dim, show, symbols_of
 
@@ -317,6 +318,9 @@ MICRO: tuple[Law[MemoryMap], ...] = (
     Law("waits-known", waits_known, "signal it earlier in the text, or wait with @-1 for the step before"),
     Law("on-device", on_device, "transfer the slot to the device first", _SLOTS),
     Law("ranges-within", ranges_within, "correct the range", (*_SLOTS, micro.Bias)),
+    Law("blocks-fit", blocks_fit, "correct rows, bytes or layout"),
+    Law("operands-fit", operands_fit, "correct the slot's type, the range or the attributes",
+        (micro.Dispatch, micro.Quantize)),
     Law("inputs-kept", inputs_kept, "write a slot of its own", _SLOTS),
     Law("outputs-written", outputs_written, "name the slot (%12) that holds the value", _SLOTS),
     Law("bias-joins", bias_joins, "put the bias directly before its +bias dispatch in the same lane",

@@ -11,7 +11,6 @@ tokens stay the same.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,19 +127,6 @@ class Step:
 def history_size(tokens: int) -> int:
     """Columns of `history` for that many tokens: a power of two, so that few sizes occur."""
     return 1 << (tokens - 1).bit_length() if tokens > 1 else 1
-
-
-def largest(context: int, max_tokens_per_step: int, max_sequences: int) -> Mapping[str, int]:
-    """The largest value each symbol of a step can have: what memory must be sized for."""
-    rows = min(max_sequences, max_tokens_per_step)
-    return {
-        "T": max_tokens_per_step,
-        "N": rows,
-        "S": rows,
-        "M": pages_for(context),
-        "C": context,
-        "H": history_size(context),
-    }
 
 
 class Scheduler:

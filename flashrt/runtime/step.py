@@ -165,7 +165,7 @@ def write_step(
     """
     env = _chosen(memory.stream, given)
     for bound in bounds:
-        _check(bound, arrays[bound.input], evaluate(bound.hi, env))
+        _check(bound, arrays[bound.input], evaluate(bound.hi, {**given, **env}))
     for name, value in env.items():
         memory.words[memory.word_of(name)] = value
     for slot in memory.stream.slots:

@@ -191,3 +191,19 @@ def test_uniform_matches_its_definition() -> None:
     want = [int(uniform(int(s), int(d)) >= 0.5) for s, d in zip(seeds, seeds[::-1], strict=True)]
     assert list(got) == want
     assert sample_row(np.zeros(2, np.float32), 1.0, 0, 1.0, 0.0, 1.0, 0.5, np.array([-1])) == 1
+
+
+@pytest.mark.parametrize("attrs", ["", ",window=20", ",softcap=1.5"])
+@pytest.mark.parametrize("d", [64, 128, 40])
+def test_many_tokens_share_pages_and_keep_their_bits(d: int, attrs: str) -> None:
+    """Runs of one sequence are taken page by page; alone, each token gets the same bits."""
+    text = attention_text(4, 2, d, d, attrs)
+    text = "".join(line for line in text.splitlines(keepends=True) if "kernel=kv_write" not in line)
+    positions, seq = [*range(5, 45), *range(23), 63], [0] * 40 + [1] * 23 + [0]
+    values = {0: r(64, 4 * d), 3: positions, 4: seq, 5: [[3, 9, 0, 11], [5, 2, 7, 8]]}
+    state = r(PAGES, 2, 2, 16, d)
+    together = agree(text, values, 6, state=state, tolerance=1e-5, T=64, P=PAGES)
+    for t in (0, 15, 16, 39, 40, 62, 63):
+        one = {**values, 0: values[0][t], 3: positions[t], 4: seq[t]}  # type: ignore[index]
+        alone = run(cpu(), text, one, state=state, T=1, P=PAGES).read(6)
+        assert alone.tobytes() == together[t].tobytes(), t

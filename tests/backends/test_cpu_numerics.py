@@ -1,4 +1,4 @@
-"""Products with rounded activations, INT8 and bf16, against the reference: layouts, ragged shapes, threads."""
+"""Products with activations in INT8 and bf16 against the reference: layouts, ragged shapes, threads."""
 
 from __future__ import annotations
 

@@ -37,12 +37,23 @@ GEMMA: dict[str, Any] = {
     "query_pre_attn_scalar": 16,
 }  # fmt: skip
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
+# sizes that fill no block, group or vector of the kernels
+ODD: dict[str, Any] = {
+    "hidden_size": 72, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 100,
+    "vocab_size": VOCAB - 9,
+}  # fmt: skip
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+GPT2: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 
-CHEAP: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", TIED),
     "llama-bf16": ("llama", {"dtype": torch.bfloat16}),
     "llama-sharded-tied-bf16": ("llama", {**TIED, "dtype": torch.bfloat16, "shard": "40KB"}),
+    "llama-odd-sizes": ("llama", ODD),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", TIED),
     "mistral-window": ("mistral", SLIDING),
@@ -52,8 +63,17 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", GEMMA),
     "gemma3": ("gemma3_text", GEMMA),
     "phi3": ("phi3", {}),
+    "llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
+    "gpt2": ("gpt2", GPT2),
+    "phi": ("phi", {}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {"residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0}),
+    "starcoder2-window": ("starcoder2", SLIDING),
+    "smollm3": ("smollm3", {}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "gptj": ("gptj", {**GPT2, "rotary_dim": 8}),
 }
-ALL = [*CHEAP, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+ALL = [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 
 
 @dataclass
@@ -80,11 +100,11 @@ class Case:
 @pytest.fixture(scope="module", params=ALL)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     name = request.param
-    kind, facts = (CHEAP | MORE)[name]
+    kind, facts = (MODELS | MORE)[name]
     folder = tmp_path_factory.mktemp(name)
     model = write_model(folder, kind, **facts)
     rng = np.random.default_rng(1)
-    tokens = {n: [int(t) for t in rng.integers(3, VOCAB, length)] for n, length in LENGTHS.items()}
+    tokens = {n: rng.integers(3, model.config.vocab_size, length).tolist() for n, length in LENGTHS.items()}
     wanted = {n: theirs(model, ids) for n, ids in tokens.items()}
     with ExitStack() as opened:
         programs = {d: opened.enter_context(open_on(d, folder)) for d in DEVICES}

@@ -69,7 +69,7 @@ slot %3 gpu:0 f32[T,64] offset=8192
 slot %4 cpu:0 f32[T,64] offset=8192
 slot %5 cpu:0 f32[1,T,64] alias=%4
 slot %6 cpu:0 f32[T,64] offset=24576
-slot %7 cpu:0 u8[T,36] offset=0
+slot %7 cpu:0 u8[T,72] offset=0
 block w gpu:0 lo=0 hi=64 bytes=8192 offset=0
 block v gpu:0 lo=0 hi=64 bytes=8192 offset=4096
 block w cpu:0 lo=0 hi=64 bytes=8192 home=resident offset=0
@@ -77,7 +77,7 @@ block b cpu:0 lo=0 hi=64 bytes=256 home=resident offset=8192
 arena cpu:0 bytes=40960
 arena gpu:0 bytes=24576
 ring gpu:0 bytes=16384
-dispatch device=cpu:0 lane=compute signals=!0 kernel=scale args=[%0] dst=%1 region=0
+dispatch device=cpu:0 lane=compute signals=!0 kernel=scale args=[%0] dst=%1 attrs={by=2} region=0
 prefetch device=gpu:0 lane=copy_in signals=!1 block=w
 transfer device=cpu:0 lane=copy_out waits=[!0] signals=!2 src=%1 dst=%2 to=gpu:0
 dispatch device=gpu:0 lane=compute waits=[!1,!2] signals=!3 kernel=linear.f32 args=[%2,@w[0:s0]] dst=%3[0:s0]

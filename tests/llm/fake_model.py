@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from flashrt.ir.ops import PAGE
+from flashrt.llm.kv import pages_for
 from flashrt.llm.request import Sampling
-from flashrt.llm.scheduler import largest
+from flashrt.llm.scheduler import history_size
 
 MODULUS = (1 << 61) - 1
 DTYPES = {
@@ -101,8 +102,10 @@ class FakeModel:
 
 
 def fake(context: int, pages: int, max_tokens_per_step: int, max_sequences: int) -> FakeModel:
-    """A fake sized for a generator with these limits."""
-    return FakeModel(pages, largest(context, max_tokens_per_step, max_sequences))
+    """A fake sized for a generator with these limits: no symbol of a step may be larger."""
+    rows = min(max_sequences, max_tokens_per_step)
+    limits = {"T": max_tokens_per_step, "N": rows, "S": rows, "M": pages_for(context), "C": context}
+    return FakeModel(pages, {**limits, "H": history_size(context)})
 
 
 def as_given(sampling: Sampling) -> tuple[float, ...]:

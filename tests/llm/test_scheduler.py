@@ -8,7 +8,7 @@ from flashrt.errors import KnobError
 from flashrt.ir.ops import PAGE
 from flashrt.llm.kv import PagePool
 from flashrt.llm.request import Request, Sampling, Sequence
-from flashrt.llm.scheduler import Scheduler, Step, history_size, largest
+from flashrt.llm.scheduler import Scheduler, Step, history_size
 
 
 def sequence(id: str, prompt: int, max_tokens: int = 100, context: int = 4096, **sampling: float) -> Sequence:
@@ -165,10 +165,6 @@ def test_retire_frees_pages(waiting: bool) -> None:
 @pytest.mark.parametrize(("tokens", "size"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
 def test_history_size(tokens: int, size: int) -> None:
     assert history_size(tokens) == size
-
-
-def test_largest() -> None:
-    assert largest(100, 8, 16) == {"T": 8, "N": 8, "S": 8, "M": 7, "C": 100, "H": 128}
 
 
 @pytest.mark.parametrize("limits", [(0, 1), (1, 0)])

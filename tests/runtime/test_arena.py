@@ -149,7 +149,7 @@ def test_words_hold_symbols_and_splits() -> None:
     """Each symbol and split has a word of its own, none is the abort word; known ones are filled in."""
     stream = STREAMS["two devices"]
     memory = StreamMemory(stream, residents(CountingSource()))
-    names = [s.name for s in (*stream.symbols, *stream.splits)]
+    names = [s.name for s in stream.symbols] + [s.name for s in stream.splits]
     words = [memory.word_of(name) for name in names]
     assert len(set(words)) == len(names) and 0 not in words
     assert memory.words[memory.word_of("P")] == PAGES

@@ -1,0 +1,161 @@
+"""Whether blocks and operands have the sizes that kernels believe them to have.
+
+A compiled kernel looks at nothing: handed a slot narrower than what it writes, it writes beyond.
+(`host.` kernels are left out: the reference implementation checks for itself.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from flashrt.ir import micro, ops
+from flashrt.ir.law import Violation
+from flashrt.ir.memory import MemoryMap, named
+from flashrt.ir.types import TensorType, Value
+from flashrt.layouts import LAYOUTS, packed_bytes
+
+Types = Sequence[TensorType]
+Faults = Iterator[str]
+
+
+# ---- blocks ------------------------------------------------------------------------
+def blocks_fit(memory: MemoryMap) -> Iterator[Violation]:
+    """A block is rows of its weight from the start of a row group, in as many bytes as its layout takes."""
+    weights = {w.name: w for w in memory.stream.weights}
+    for block in memory.stream.blocks:
+        if (weight := weights.get(block.name)) is not None:
+            for fault in _block_faults(block, weight.layout or "f32", weight.type):
+                yield Violation(f"block {block.name} on {block.device} {fault}")
+
+
+def _block_faults(block: micro.Block, layout: str, type: TensorType) -> Faults:
+    shape = tuple(d for d in type.shape if isinstance(d, int))
+    found = LAYOUTS.get(layout)
+    if found is None:
+        yield f"has layout {layout!r}; known: {', '.join(LAYOUTS)}"
+    elif found.element is None and len(shape) != 2:
+        yield f"has layout {layout}, which holds matrices, not {type}"
+    elif not 0 <= block.lo <= block.hi <= (shape[0] if shape else 1) or block.lo % found.rows:
+        yield f"is rows {block.lo}…{block.hi} of {type}, in groups of {found.rows}"
+    elif block.bytes < (need := packed_bytes(layout, shape, block.lo, block.hi)):
+        yield f"has bytes={block.bytes}, its rows take {need}"
+
+
+# ---- operands ------------------------------------------------------------------------
+def operands_fit(memory: MemoryMap) -> Iterator[Violation]:
+    """The operands of an instruction have the types that its operation takes and gives."""
+    stream, find = memory.stream, _Finder(memory)
+    biases: dict[tuple[str, str], TensorType] = {}
+    for at, instr in enumerate(stream.instrs):
+        lane = (instr.device, instr.lane)
+        try:
+            faults = list(_faults(instr, find, biases.pop(lane, None)))
+            if isinstance(instr, micro.Bias):
+                biases[lane] = find.type(instr.block, instr.device)
+        except LookupError:
+            continue  # an operand isn't declared, which is a law of its own
+        for fault in faults:
+            yield Violation(f"{named(stream, at)}: {fault}", at)
+
+
+class _Finder:
+    """Types of operands, channel and row ranges applied. LookupError for what isn't declared."""
+
+    def __init__(self, memory: MemoryMap) -> None:
+        stream = memory.stream
+        self._slots = memory.slots
+        self._weights = {w.name: w.type for w in stream.weights}
+        self._blocks = {(b.name, b.device): b for b in stream.blocks}
+        self._states = {s.name: s.type for s in stream.states}
+
+    def type(self, arg: micro.Arg, device: str) -> TensorType:
+        if isinstance(arg, micro.SlotRef):
+            whole = self._slots[arg.slot].type
+            if arg.lo is None or arg.hi is None:
+                return whole
+            return whole.with_shape(*whole.shape[:-1], arg.hi - arg.lo)
+        block, whole = self._blocks[arg.block, device], self._weights[arg.block]
+        lo, hi = (block.lo if arg.lo is None else arg.lo), (block.hi if arg.hi is None else arg.hi)
+        return whole.with_shape(hi - lo, *whole.shape[1:]) if whole.shape else whole
+
+    def state(self, name: str) -> TensorType:
+        return self._states[name]
+
+
+def _faults(instr: micro.Instr, find: _Finder, bias: TensorType | None) -> Faults:
+    match instr:
+        case micro.Quantize():
+            src, dst = find.type(instr.src, instr.device), find.type(instr.dst, instr.device)
+            if instr.scheme in ops.QUANTIZED:
+                yield from _differ("dst", dst, ops.QUANTIZED[instr.scheme](*src.shape))
+            else:
+                yield f"has scheme {instr.scheme!r}; known: {', '.join(ops.QUANTIZED)}"
+        case micro.Dispatch() if not instr.kernel.startswith("host."):
+            types = [find.type(a, instr.device) for a in instr.args]
+            made = None if instr.dst is None else find.type(instr.dst, instr.device)
+            states = [find.state(s) for s in (*instr.writes, *instr.reads)[:1]]
+            yield from _dispatch_faults(instr, types, made, bias, states)
+
+
+def _dispatch_faults(
+    instr: micro.Dispatch, types: Types, dst: TensorType | None, bias: TensorType | None, states: Types
+) -> Faults:
+    name, *epilogues = instr.kernel.split("+")
+    op = name.partition(".")[0]
+    scheme = instr.numerics.partition("act=")[2].partition(" ")[0]
+    if op == "linear" and dst is not None and len(types) > 1 and scheme in ops.QUANTIZED:
+        plain = TensorType("f32", (dst.shape[0], types[1].shape[1]))
+        yield from _differ("x", types[0], ops.QUANTIZED[scheme](*plain.shape))
+        types = [plain, *types[1:]]
+    try:
+        want = ops.infer(op, types, instr.attrs)
+        yield from _more_faults(op, types, dict(instr.attrs), dst, states)
+    except (ValueError, AssertionError, IndexError, KeyError, TypeError, ZeroDivisionError) as error:
+        yield f"{instr.kernel} can't take ({', '.join(map(str, types))}): {error}"
+        return
+    if want is not None and dst is not None:
+        yield from _differ("dst", dst, want)
+    if dst is not None and "residual" in epilogues:
+        yield from _differ("the residual", types[-1], dst)
+    if dst is not None and bias is not None:
+        yield from _differ("the bias", bias, dst.with_shape(dst.shape[-1]))
+
+
+def _more_faults(
+    op: str, types: Types, attrs: Mapping[str, Value], dst: TensorType | None, states: Types
+) -> Faults:
+    """What the rule of the operation doesn't say. Raises what indexing raises when an operand is missing."""
+    match op:
+        case "gated":
+            yield from _differ("up", types[1], types[0])
+        case "view":
+            if dst is not None and dst.bytes != types[0].bytes:
+                yield f"dst is {dst}, which hasn't the bytes of {types[0]}"
+        case "slice":
+            width, hi = types[0].shape[-1], attrs["hi"]
+            if isinstance(width, int) and isinstance(hi, int) and hi > width:
+                yield f"hi={hi} is beyond the {width} channels of {types[0]}"
+        case "sample":
+            for given in types[1:8]:
+                yield from _differ("a parameter", given, given.with_shape(types[0].shape[0]))
+            yield from _differ("history", types[8], types[8].with_shape(types[0].shape[0], types[8].shape[1]))
+        case "kv_write":
+            yield from _state_faults(types[0], types[1], attrs, states[0])
+
+
+def _state_faults(k: TensorType, v: TensorType, attrs: Mapping[str, Value], kv: TensorType) -> Faults:
+    heads, dim, value_dim = (_whole(attrs[key]) for key in ("kv_heads", "head_dim", "value_dim"))
+    yield from _differ("k", k, k.with_shape(k.shape[0], heads * dim))
+    yield from _differ("v", v, v.with_shape(k.shape[0], heads * value_dim))
+    wide = max(dim, value_dim)
+    yield from _differ("the state", kv, kv.with_shape(kv.shape[0], 2, heads, ops.PAGE, wide))
+
+
+def _whole(value: Value) -> int:
+    assert isinstance(value, int), value
+    return value
+
+
+def _differ(what: str, have: TensorType, want: TensorType) -> Faults:
+    if have != want:
+        yield f"{what} is {have}, expected {want}"
