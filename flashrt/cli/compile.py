@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashrt.cli.options import (
+    Chosen,
     Context,
     Devices,
     Fresh,
@@ -21,7 +22,6 @@ from flashrt.cli.options import (
     Tokens,
     Without,
     obtain,
-    refuse_for_plan,
 )
 from flashrt.cli.terminal import micros, progress, say, show_table, size
 from flashrt.errors import RequestError
@@ -84,21 +84,12 @@ def compile_(
     begun = time.perf_counter()
     stages: list[Stage] = []
     source = models.find(model)
+    chosen = Chosen(context, tokens, without, numerics, device)
     if source.kind == "plan" and output is not None:
-        given = {
-            "--context": context,
-            "--tokens": tokens,
-            "--without": without,
-            "--numerics": numerics,
-            "--device": device,
-        }
-        refuse_for_plan(model, given)
+        chosen.refuse_for_plan(model)
         compiled = engine.Compiled(engine.seal(Path(source.place)), cached=False)
     else:
-        compiled = obtain(
-            model, context=context, tokens=tokens, without=without, numerics=numerics, device=device, fresh=fresh,
-            on_stage=stages.append,
-        )  # fmt: skip
+        compiled = obtain(model, chosen, fresh=fresh, on_stage=stages.append)
     plan = compiled.plan
     if output is not None:
         with progress(f"writing {output}"):

@@ -8,7 +8,18 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from flashrt.cli.compile import estimate
-from flashrt.cli.options import Context, Devices, Fresh, Json, Model, Numerics, Tokens, Without, obtain
+from flashrt.cli.options import (
+    Chosen,
+    Context,
+    Devices,
+    Fresh,
+    Json,
+    Model,
+    Numerics,
+    Tokens,
+    Without,
+    obtain,
+)
 from flashrt.cli.terminal import micros, show, show_table, size
 
 if TYPE_CHECKING:
@@ -29,9 +40,7 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Shows the plan with the cost and the cause of every placement; loads no weights."""
-    compiled = obtain(
-        model, context=context, tokens=tokens, without=without, numerics=numerics, device=device, fresh=fresh
-    )
+    compiled = obtain(model, Chosen(context, tokens, without, numerics, device), fresh=fresh)
     facts = explanation(compiled.plan)
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,62 +70,58 @@ Threads = Annotated[int | None, typer.Option(min=1, help="threads of the CPU tea
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What the user chose about compiling; None where nothing was said."""
+
+    context: int | None
+    tokens: int | None
+    without: list[str] | None
+    numerics: Mode | None
+    device: list[str] | None
+
+    def options(self) -> CompileOptions:
+        """The same for the compiler. Raises PlanError for a pass that can't be left out."""
+        from flashrt.compiler import CompileOptions
+
+        names = tuple(sorted(set(self.without or ())))
+        if names:
+            from flashrt.passes.pipeline import check_names
+
+            check_names(names)
+        mode = (self.numerics or Mode.exact).value
+        return CompileOptions(
+            context=self.context, tokens=self.tokens or TOKENS, without=names, numerics=mode
+        )
+
+    def refuse_for_plan(self, model: str, fresh: bool = False) -> None:
+        """Raises RequestError for choices that a plan has made already."""
+        given = {f"--{f.name}": getattr(self, f.name) for f in fields(self)} | {"--fresh": fresh}
+        if names := [name for name, value in given.items() if value]:
+            raise RequestError(
+                f"{model} is a plan: {', '.join(names)} can't change it any more",
+                hint="compile the model itself again with that option",
+            )
+
+
 def obtain(
-    model: str,
-    *,
-    context: int | None,
-    tokens: int | None,
-    without: list[str] | None,
-    numerics: Mode | None,
-    device: list[str] | None,
-    fresh: bool = False,
-    on_stage: Callable[[Stage], None] = lambda stage: None,
+    model: str, chosen: Chosen, *, fresh: bool = False, on_stage: Callable[[Stage], None] = lambda stage: None
 ) -> Compiled:
     """The plan: read from its folder or the cache, or compiled now behind a spinner."""
     from flashrt import engine
     from flashrt.frontend import models
 
-    options = _compile_options(context, tokens, without, numerics)
+    options = chosen.options()
     if models.find(model).kind == "plan":
-        given = {
-            "--context": context,
-            "--tokens": tokens,
-            "--without": without,
-            "--numerics": numerics,
-            "--device": device,
-        }
-        refuse_for_plan(model, {**given, "--fresh": fresh})
+        chosen.refuse_for_plan(model, fresh)
     with progress(f"preparing {model}") as say:
 
         def passed(stage: Stage) -> None:
             say(f"{stage.variant} {stage.name}")
             on_stage(stage)
 
-        return engine.obtain(model, options, devices=device or ("cpu:0",), on_stage=passed, fresh=fresh)
-
-
-def _compile_options(
-    context: int | None, tokens: int | None, without: list[str] | None, numerics: Mode | None
-) -> CompileOptions:
-    from flashrt.compiler import CompileOptions
-
-    names = tuple(sorted(set(without or ())))
-    if names:
-        from flashrt.passes.pipeline import check_names
-
-        check_names(names)
-    return CompileOptions(
-        context=context, tokens=tokens or TOKENS, without=names, numerics=(numerics or Mode.exact).value
-    )
-
-
-def refuse_for_plan(model: str, given: Mapping[str, object]) -> None:
-    """Raises RequestError for options that only compiling heeds: a plan has them fixed."""
-    if names := [name for name, value in given.items() if value]:
-        raise RequestError(
-            f"{model} is a plan: {', '.join(names)} can't change it any more",
-            hint="compile the model itself again with that option",
-        )
+        devices = chosen.device or ("cpu:0",)
+        return engine.obtain(model, options, devices=devices, on_stage=passed, fresh=fresh)
 
 
 def open_model(model: str, compiled: Compiled, threads: int | None) -> LLM:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashrt.cli.options import (
+    Chosen,
     Context,
     Devices,
     Fresh,
@@ -88,9 +89,7 @@ def profile(
     if prefill and decode:
         raise RequestError("--prefill and --decode exclude each other", hint="leave both out for all steps")
     phase: Phase = "prefill" if prefill else "decode" if decode else "all"
-    compiled = obtain(
-        model, context=context, tokens=tokens, without=without, numerics=numerics, device=device, fresh=fresh
-    )
+    compiled = obtain(model, Chosen(context, tokens, without, numerics, device), fresh=fresh)
     with open_model(model, compiled, threads) as llm, progress("running"):
         steps = report.of_phase(_recorded(llm, prompt, max_tokens, raw=raw), phase)
         streams = {v.name: v.stream for v in llm.plan.variants}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashrt.cli.options import (
+    Chosen,
     Context,
     Devices,
     Fresh,
@@ -71,9 +72,7 @@ def run_(
         max_tokens=max_tokens, stop=tuple(stop or ()), seed=seed, ignore_eos=ignore_eos,
     )  # fmt: skip
     _check_choices(source, prompt, interactive, raw, system, as_json)
-    compiled = obtain(
-        model, context=context, tokens=tokens, without=without, numerics=numerics, device=device, fresh=fresh
-    )
+    compiled = obtain(model, Chosen(context, tokens, without, numerics, device), fresh=fresh)
     text = _stdin() if source else prompt
     with open_model(model, compiled, threads) as llm:
         if interactive:

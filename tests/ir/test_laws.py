@@ -105,6 +105,9 @@ def edited(text: str, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
+PART = """@b[s0:64] region=1
+dispatch device=cpu:0 lane=compute kernel=linear.f32+bias args=[%1,@w[s0:64]] dst=%4[s0:64]"""
+
 LOGICAL_FAULTS = [
     ("bound-once", "%odd = aten", "%lin = aten.abs(%lin) f32[T,32]\n%odd = aten"),
     ("bound-once", "state kv f32[P,32]", "state kv f32[P,32]\nstate kv f32[P,32]"),
@@ -149,9 +152,9 @@ PHYSICAL_FAULTS = [
 MICRO_FAULTS = [
     ("declared", "weight b f32[64] sources=[b] layout=f32\n", ""),
     ("declared", "reads=[kv]", "reads=[kv.1]"),
-    ("declared", "slot %7 cpu:0 u8[T,36] offset=0\n", ""),
+    ("declared", "slot %7 cpu:0 u8[T,72] offset=0\n", ""),
     ("declared", "block b cpu:0 lo=0 hi=64 bytes=256 home=resident offset=8192\n", ""),
-    ("declared", "slot %7 cpu:0 u8[T,36]", "slot %7 cpu:0 u8[U,36]"),
+    ("declared", "state kv f32[P,32]", "state kv f32[P,32]\nslot %9 cpu:0 u8[U,36]"),
     ("declared", "state kv f32[P,32]", "state kv f32[P,32]\nstate kv f32[P,32]"),
     ("aliases", "slot %7 cpu:0", "slot %8 cpu:0 f32[T,64] alias=%5 offset=0\nslot %7 cpu:0"),
     ("aliases", "slot %7 cpu:0", "slot %8 cpu:0 f32[T,64] alias=%8\nslot %7 cpu:0"),
@@ -170,8 +173,17 @@ MICRO_FAULTS = [
     ("on-device", "dst=%4[0:s0] to=cpu:0", "dst=%4[0:s0] to=npu:0"),
     ("ranges-within", "kernel=host.attention args=[%6]", "kernel=host.attention args=[%6[0:65]]"),
     ("ranges-within", "kernel=host.attention args=[%6]", "kernel=host.attention args=[%6[s0:16]]"),
-    ("ranges-within", "block=@b[s0:64]", "block=@b[s0:65]"),
+    ("ranges-within", "block=@b[s0:64]", "block=@b[s0-16:48]"),
     ("ranges-within", "src=%3[0:s0] dst=%4[0:s0]", "src=%3 dst=%4[0:s0]"),
+    ("blocks-fit", "block w cpu:0 lo=0 hi=64", "block w cpu:0 lo=0 hi=65"),
+    ("blocks-fit", "bytes=256 home", "bytes=252 home"),
+    ("blocks-fit", "sources=[b] layout=f32", "sources=[b] layout=f33"),
+    ("blocks-fit", "sources=[b] layout=f32", "sources=[b] layout=q8.16x32"),
+    ("operands-fit", "slot %2 gpu:0 f32[T,32]", "slot %2 gpu:0 f32[T,16]"),
+    ("operands-fit", "@w[s0:64]] dst=%4[s0:64]", "@w[s0:64]] dst=%4[s0:48]"),
+    ("operands-fit", "block=@b[s0:64]", "block=@b[s0:48]"),
+    ("operands-fit", "dst=%1 attrs={by=2}", "dst=%1"),
+    ("operands-fit", "slot %7 cpu:0 u8[T,72]", "slot %7 cpu:0 u8[T,71]"),
     ("inputs-kept", "kernel=host.attention args=[%6]", "kernel=host.attention args=[%6] dst=%0"),
     ("outputs-written", "output y %6", "output y %9"),
     ("outputs-written", "output y %6", "output y six"),
@@ -181,7 +193,7 @@ MICRO_FAULTS = [
      "kernel=host.attention args=[%6] reads=[kv] region=2"),
     ("regions-whole", "dst=%6 writes=[kv]", "dst=%6 writes=[kv] region=0"),
     ("regions-whole", "signals=!1 block=w", "signals=!1 block=w region=3"),
-    ("written-before-read", "args=[%1,@w[s0:64]] dst=%4[s0:64]", "args=[%1,@w[s0:64]] dst=%4[64:64]"),
+    ("written-before-read", PART, PART.replace("s0:64", "64:64")),
     ("alive-apart", "slot %6 cpu:0 f32[T,64] offset=24576", "slot %6 cpu:0 f32[T,64] offset=24000"),
     ("loaded-before-use", "args=[%2,@v] dst=%3", "args=[%2,@w] dst=%3"),
     ("residency-returns", "evict device=gpu:0 lane=copy_in waits=[!5]",
