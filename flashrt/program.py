@@ -255,8 +255,8 @@ def load(folder: Path, *, edited: bool = False) -> Plan:
     """
     folder = folder.absolute()
     manifest = read_manifest(folder)
-    read = _Reader(folder, manifest["files"], edited)
     try:
+        read = _Reader(folder, manifest["files"], edited)
         variants = tuple(
             Variant(
                 v["name"],

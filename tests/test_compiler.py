@@ -1,12 +1,20 @@
-"""Choices of the compiler: which numerics a mode means on a machine."""
+"""Choices of the compiler: numerics of a mode, and the ranges of a graph's symbols."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from flashrt.compiler import numerics_of
+from flashrt.compiler import CompileOptions, compile_model, numerics_of
+from flashrt.frontend.imported import Imported
 from flashrt.ir.ops import LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
+from flashrt.ir.text import read_logical
+from flashrt.ir.types import Symbol
 from flashrt.machine import Device, Machine, Measured
+from flashrt.weights.index import WeightIndex
+
+FAST = Measured(1e11, "assumed")
 
 
 @pytest.mark.parametrize("mode,want", [
@@ -27,3 +35,24 @@ def machine_with(*numerics: str) -> Machine:
     kernels = tuple(("linear.q4.16x32", n) for n in numerics)
     known = Measured(1e9, "assumed")
     return Machine((Device("cpu:0", "cpu", "test", 1 << 30, known, {}, known, kernels=kernels),))
+
+
+@pytest.mark.parametrize("name", ["T", "N", "S", "H", "batch"])
+def test_symbols_of_other_models_mean_what_they_say(name: str) -> None:
+    """Only a language model's T, N, S and H are known: any other graph keeps its sizes and ranges."""
+    graph = read_logical(f"""\
+logical other
+symbol {name} lo=4 hi=40 hint=4
+input x f32[{name},16]
+weight w f32[16,16] sources=[w] layout=f32
+%y = linear(%x,@w) f32[{name},16]
+output y y
+""")
+    machine = machine_with(LINEAR_EXACT)
+    device = replace(machine.devices[0], kernels=(("linear.f32", LINEAR_EXACT),), rates={"f32": FAST})
+    plan = compile_model(
+        Imported(graph, WeightIndex((), {})), replace(machine, devices=(device,)), CompileOptions()
+    )
+    (variant,) = plan.variants
+    assert variant.stream.symbols == (Symbol(name, 4, 40, 4),)
+    assert (variant.lo, variant.hi) == ((4, 40) if name == "T" else (0, 0))

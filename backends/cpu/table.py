@@ -23,7 +23,8 @@ class Code:
 
     table: int64[rows, ROW]. row_of: the row of each instruction (a bias has the row of the
     dispatch that it joins). patches: a size, and the places in the table (flat) that hold it.
-    costs: a row and its cycles, for rows whose cost depends on symbols.
+    costs: a row and its cycles, for rows whose cost depends on symbols. used: the words of the
+    symbols that any of these depend on: others change from step to step and mean no work here.
     """
 
     memory: Memory
@@ -37,17 +38,21 @@ class Code:
     costs: tuple[tuple[int, Dim], ...]
     keep: tuple[U8, ...]
     words: I64 = field(init=False)
-    seen: bytes = b""
+    used: I64 = field(init=False)
+    seen: bytes | None = None
 
     def __post_init__(self) -> None:
         abort = self.memory.words.ctypes.data + 8 * ABORT
         waits, signals, stamps = (a.ctypes.data for a in (self.waits, self.signals, self.stamps))
         words = rows.CodeWords(self.table.ctypes.data, len(self.table), waits, signals, stamps, abort)
         self.words = np.array(words, np.int64)
+        sizes = [expr for expr, _ in self.patches] + [cycles for _, cycles in self.costs]
+        symbols = sorted({symbol for size in sizes for symbol in symbols_of(size)})
+        self.used = np.array([self.memory.word_of(symbol) for symbol in symbols], np.int64)
 
     def refresh(self) -> None:
         """Writes the numbers of this step's symbols, if any has changed since the last run."""
-        now = self.memory.words[ABORT + 1 :].tobytes()
+        now = self.memory.words[self.used].tobytes()
         if now == self.seen:
             return
         env = _Words(self.memory)

@@ -7,11 +7,12 @@ A compiled kernel looks at nothing: handed a slot narrower than what it writes, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from flashrt.ir import micro, ops
 from flashrt.ir.law import Violation
 from flashrt.ir.memory import MemoryMap, named
-from flashrt.ir.types import TensorType, Value
+from flashrt.ir.types import Attrs, TensorType, Value
 from flashrt.layouts import LAYOUTS, packed_bytes
 
 Types = Sequence[TensorType]
@@ -45,28 +46,56 @@ def _block_faults(block: micro.Block, layout: str, type: TensorType) -> Faults:
 def operands_fit(memory: MemoryMap) -> Iterator[Violation]:
     """The operands of an instruction have the types that its operation takes and gives."""
     stream, find = memory.stream, _Finder(memory)
+    known: dict[_Call, tuple[str, ...]] = {}  # the layers of a model repeat the same calls
     biases: dict[tuple[str, str], TensorType] = {}
     for at, instr in enumerate(stream.instrs):
         lane = (instr.device, instr.lane)
         try:
-            faults = list(_faults(instr, find, biases.pop(lane, None)))
+            call = find.call(instr, biases.pop(lane, None))
             if isinstance(instr, micro.Bias):
                 biases[lane] = find.type(instr.block, instr.device)
         except LookupError:
             continue  # an operand isn't declared, which is a law of its own
-        for fault in faults:
+        if call is not None and call not in known:
+            known[call] = tuple(_faults(call))
+        for fault in known[call] if call is not None else ():
             yield Violation(f"{named(stream, at)}: {fault}", at)
+
+
+class _Call(NamedTuple):
+    """A kernel and the types it is handed. scheme: how the activations of a linear are quantised."""
+
+    kernel: str
+    args: tuple[TensorType, ...]
+    dst: TensorType | None
+    scheme: str
+    bias: TensorType | None = None
+    states: tuple[TensorType, ...] = ()
+    attrs: Attrs = ()
 
 
 class _Finder:
     """Types of operands, channel and row ranges applied. LookupError for what isn't declared."""
 
     def __init__(self, memory: MemoryMap) -> None:
-        stream = memory.stream
         self._slots = memory.slots
-        self._weights = {w.name: w.type for w in stream.weights}
-        self._blocks = {(b.name, b.device): b for b in stream.blocks}
-        self._states = {s.name: s.type for s in stream.states}
+        self._weights = {w.name: w.type for w in memory.stream.weights}
+        self._blocks = {(b.name, b.device): b for b in memory.stream.blocks}
+        self._states = {s.name: s.type for s in memory.stream.states}
+
+    def call(self, instr: micro.Instr, bias: TensorType | None) -> _Call | None:
+        """What an instruction calls; None when it computes nothing that is checked."""
+        match instr:
+            case micro.Quantize():
+                src, dst = self.type(instr.src, instr.device), self.type(instr.dst, instr.device)
+                return _Call("quantize", (src,), dst, instr.scheme)
+            case micro.Dispatch() if not instr.kernel.startswith("host."):
+                args = tuple(self.type(a, instr.device) for a in instr.args)
+                made = None if instr.dst is None else self.type(instr.dst, instr.device)
+                scheme = instr.numerics.partition("act=")[2].partition(" ")[0]
+                states = tuple(self._states[s] for s in instr.writes)
+                return _Call(instr.kernel, args, made, scheme, bias, states, instr.attrs)
+        return None
 
     def type(self, arg: micro.Arg, device: str) -> TensorType:
         if isinstance(arg, micro.SlotRef):
@@ -78,59 +107,41 @@ class _Finder:
         lo, hi = (block.lo if arg.lo is None else arg.lo), (block.hi if arg.hi is None else arg.hi)
         return whole.with_shape(hi - lo, *whole.shape[1:]) if whole.shape else whole
 
-    def state(self, name: str) -> TensorType:
-        return self._states[name]
 
-
-def _faults(instr: micro.Instr, find: _Finder, bias: TensorType | None) -> Faults:
-    match instr:
-        case micro.Quantize():
-            src, dst = find.type(instr.src, instr.device), find.type(instr.dst, instr.device)
-            if instr.scheme in ops.QUANTIZED:
-                yield from _differ("dst", dst, ops.QUANTIZED[instr.scheme](*src.shape))
-            else:
-                yield f"has scheme {instr.scheme!r}; known: {', '.join(ops.QUANTIZED)}"
-        case micro.Dispatch() if not instr.kernel.startswith("host."):
-            types = [find.type(a, instr.device) for a in instr.args]
-            made = None if instr.dst is None else find.type(instr.dst, instr.device)
-            states = [find.state(s) for s in (*instr.writes, *instr.reads)[:1]]
-            yield from _dispatch_faults(instr, types, made, bias, states)
-
-
-def _dispatch_faults(
-    instr: micro.Dispatch, types: Types, dst: TensorType | None, bias: TensorType | None, states: Types
-) -> Faults:
-    name, *epilogues = instr.kernel.split("+")
-    op = name.partition(".")[0]
-    scheme = instr.numerics.partition("act=")[2].partition(" ")[0]
-    if op == "linear" and dst is not None and len(types) > 1 and scheme in ops.QUANTIZED:
-        plain = TensorType("f32", (dst.shape[0], types[1].shape[1]))
-        yield from _differ("x", types[0], ops.QUANTIZED[scheme](*plain.shape))
-        types = [plain, *types[1:]]
-    try:
-        want = ops.infer(op, types, instr.attrs)
-        yield from _more_faults(op, types, dict(instr.attrs), dst, states)
-    except (ValueError, AssertionError, IndexError, KeyError, TypeError, ZeroDivisionError) as error:
-        yield f"{instr.kernel} can't take ({', '.join(map(str, types))}): {error}"
+def _faults(call: _Call) -> Faults:
+    name, *epilogues = call.kernel.split("+")
+    op, types, dst = name.partition(".")[0], call.args, call.dst
+    if op == "quantize" and call.scheme not in ops.QUANTIZED:
+        yield f"has scheme {call.scheme!r}; known: {', '.join(ops.QUANTIZED)}"
         return
-    if want is not None and dst is not None:
+    if op == "linear" and dst is not None and len(types) > 1 and call.scheme in ops.QUANTIZED:
+        plain = TensorType("f32", (dst.shape[0], types[1].shape[1]))
+        yield from _differ("x", types[0], ops.QUANTIZED[call.scheme](*plain.shape))
+        types = (plain, *types[1:])
+    try:
+        quantized = ops.QUANTIZED[call.scheme](*types[0].shape) if op == "quantize" else None
+        want = quantized or ops.infer(op, types, call.attrs)
+        yield from _more_faults(op, types, call)
+    except (ValueError, AssertionError, IndexError, KeyError, TypeError) as error:
+        yield f"{call.kernel} can't take ({', '.join(map(str, types))}): {error}"
+        return
+    if dst is not None and want is not None:
         yield from _differ("dst", dst, want)
     if dst is not None and "residual" in epilogues:
         yield from _differ("the residual", types[-1], dst)
-    if dst is not None and bias is not None:
-        yield from _differ("the bias", bias, dst.with_shape(dst.shape[-1]))
+    if dst is not None and call.bias is not None:
+        yield from _differ("the bias", call.bias, dst.with_shape(dst.shape[-1]))
 
 
-def _more_faults(
-    op: str, types: Types, attrs: Mapping[str, Value], dst: TensorType | None, states: Types
-) -> Faults:
+def _more_faults(op: str, types: Types, call: _Call) -> Faults:
     """What the rule of the operation doesn't say. Raises what indexing raises when an operand is missing."""
+    attrs = dict(call.attrs)
     match op:
         case "gated":
             yield from _differ("up", types[1], types[0])
         case "view":
-            if dst is not None and dst.bytes != types[0].bytes:
-                yield f"dst is {dst}, which hasn't the bytes of {types[0]}"
+            if call.dst is not None and call.dst.bytes != types[0].bytes:
+                yield f"dst is {call.dst}, which hasn't the bytes of {types[0]}"
         case "slice":
             width, hi = types[0].shape[-1], attrs["hi"]
             if isinstance(width, int) and isinstance(hi, int) and hi > width:
@@ -140,7 +151,7 @@ def _more_faults(
                 yield from _differ("a parameter", given, given.with_shape(types[0].shape[0]))
             yield from _differ("history", types[8], types[8].with_shape(types[0].shape[0], types[8].shape[1]))
         case "kv_write":
-            yield from _state_faults(types[0], types[1], attrs, states[0])
+            yield from _state_faults(types[0], types[1], attrs, call.states[0])
 
 
 def _state_faults(k: TensorType, v: TensorType, attrs: Mapping[str, Value], kv: TensorType) -> Faults:

@@ -36,7 +36,8 @@ def streamed(layers: int) -> micro.Stream:
         instrs += [
             micro.Prefetch(device="gpu:0", lane="copy_in", waits=(wait,), signals=tick, block=name, est=80,
                            bytes=step, node=node),
-            cpu(signals=tick + 1, kernel="scale", args=(value,), attrs=(("by", 2),), dst=here, est=1 + sym("T"), node=node),
+            cpu(signals=tick + 1, kernel="scale", args=(value,), attrs=(("by", 2),), dst=here,
+                est=1 + sym("T"), node=node),
             micro.Transfer(device="cpu:0", lane="copy_out", waits=(micro.Wait(tick + 1),), signals=tick + 2,
                            src=here, dst=there, to="gpu:0"),
             cpu(kernel="linear.f32", args=(here, micro.BlockRef(name, 0, s0)), dst=part(whole, 0, s0), est=s0,

@@ -179,9 +179,9 @@ MICRO_FAULTS = [
     ("blocks-fit", "bytes=256 home", "bytes=252 home"),
     ("blocks-fit", "sources=[b] layout=f32", "sources=[b] layout=f33"),
     ("blocks-fit", "sources=[b] layout=f32", "sources=[b] layout=q8.16x32"),
-    ("operands-fit", "slot %2 gpu:0 f32[T,32]", "slot %2 gpu:0 f32[T,16]"),
-    ("operands-fit", "@w[s0:64]] dst=%4[s0:64]", "@w[s0:64]] dst=%4[s0:48]"),
-    ("operands-fit", "block=@b[s0:64]", "block=@b[s0:48]"),
+    ("operands-fit", "slot %6 cpu:0 f32[T,64]", "slot %6 cpu:0 f32[T,32]"),
+    ("operands-fit", "weight v f32[64,32]", "weight v f32[128,16]"),
+    ("operands-fit", "block=@b[s0:64]", "block=@b[64:64]"),
     ("operands-fit", "dst=%1 attrs={by=2}", "dst=%1"),
     ("operands-fit", "slot %7 cpu:0 u8[T,72]", "slot %7 cpu:0 u8[T,71]"),
     ("inputs-kept", "kernel=host.attention args=[%6]", "kernel=host.attention args=[%6] dst=%0"),
@@ -312,7 +312,8 @@ def test_next_step_overwrites_too_early() -> None:
     """Without an end of step in between, only `!4@-1` keeps %2 until it is copied away."""
     text = ACROSS.replace("src=%0 dst=%1", "src=%1 dst=%5").replace("input=x", "")
     text = re.sub(r"transfer device=cpu:0.*\n", "", text)
-    text = text.replace("args=[%1,@w]", "args=[@w]").replace("waits=[!0,", "waits=[")
+    text = text.replace("kernel=linear.f32 args=[%1,@w]", "kernel=fill args=[@w]")
+    text = text.replace("waits=[!0,", "waits=[")
     text = text.replace("kernel=relu", "signals=!5 kernel=relu")
     text = text.replace("lane=copy_out waits=[!1]", "lane=copy_out waits=[!1,!5@-1]")
     lawful = text.replace("slot %0 cpu:0 f32[T,32] \n", "")
