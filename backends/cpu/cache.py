@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
-import platformdirs
-
 from flashrt import knobs, layouts
 from flashrt.backends.cpu.kernels import KERNELS, candidates
 from flashrt.errors import DeviceError
@@ -84,8 +82,7 @@ def key() -> str:
 
 def folder() -> Path:
     """Where this process finds and leaves object code."""
-    base = knobs.CACHE.get() or Path(platformdirs.user_cache_dir("flashrt"))
-    return base / "cpu" / key()
+    return knobs.cache_folder() / "cpu" / key()
 
 
 class Library:

@@ -12,7 +12,7 @@ from flashrt.backends.cpu.intrinsics import (
     copy_bytes,
     inner,
     load_f32,
-    load_i32,
+    load_index,
     number,
     operand,
     store_f32,
@@ -149,15 +149,27 @@ def softcap() -> Any:
     return _unary(inner(lambda a, by: by * vtanh(a / by)))
 
 
+@inner
+def fill_ones(address, count):
+    """`count` bytes of 255."""
+    for i in range(count):
+        store_u8(address + i, types.uint8(255))
+
+
 def copy() -> Any:
     """Rows of bytes from one place to another, by an index when there is one."""
 
     def kernel(tid, nth, row):
-        count, which = word(row, C.rows), word(row, C.which)
+        count, which, of = word(row, C.rows), word(row, C.which), word(row, C.of)
         for r in range(count * tid // nth, count * (tid + 1) // nth):
-            source = types.int64(load_i32(which + 4 * r)) if which else types.int64(r)
-            x = word(row, C.x) + source * word(row, C.x_stride)
-            copy_bytes(word(row, C.y) + r * word(row, C.y_stride), x, word(row, C.bytes))
+            source, y = types.int64(r), word(row, C.y) + r * word(row, C.y_stride)
+            if which:
+                source = load_index(which, r, word(row, C.which_bytes))
+                source += of if source < 0 else 0
+                if not 0 <= source < of:
+                    fill_ones(y, word(row, C.bytes))
+                    continue
+            copy_bytes(y, word(row, C.x) + source * word(row, C.x_stride), word(row, C.bytes))
 
     return kernel
 

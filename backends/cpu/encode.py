@@ -90,6 +90,13 @@ class Operands:
         address = lo * item + host_address(self.memory.slot(arg.slot))
         return Tensor(address, product(outer), hi - lo, last, item)
 
+    def index(self, arg: micro.Arg) -> Tensor:
+        """A slot of row numbers, positions or ids."""
+        assert isinstance(arg, micro.SlotRef), arg
+        if (dtype := self.slots[arg.slot].type.dtype) not in ("i32", "i64"):
+            raise PlanError(f"cpu: %{arg.slot} is {dtype}; kernels look things up by i32 or i64")
+        return self.tensor(arg)
+
     def matrix(self, arg: micro.Arg) -> Matrix:
         assert isinstance(arg, micro.BlockRef), arg
         weight = next(w for w in self.memory.stream.weights if w.name == arg.block)
@@ -179,10 +186,10 @@ def _scratch(function: str, k: int, ops: Operands) -> tuple[tuple[int, int], int
 
 
 def _embedding(instr: micro.Dispatch, ops: Operands) -> Encoded:
-    ids, w, y = ops.tensor(instr.args[0]), ops.matrix(instr.args[1]), ops.tensor(instr.dst)
+    ids, w, y = ops.index(instr.args[0]), ops.matrix(instr.args[1]), ops.tensor(instr.dst)
     count = ids.rows * ids.width
     assert isinstance(instr.args[1], micro.BlockRef) and ops.blocks[instr.args[1].block].lo == 0, instr
-    fields = rows.Embedding(ids.address, w.at, w.offset, y.address, y.stride, count, w.n, w.k)
+    fields = rows.Embedding(ids.address, w.at, w.offset, y.address, y.stride, count, w.n, w.k, ids.item)
     return Encoded(instr.kernel, fields, count * w.k * 2)
 
 
@@ -208,11 +215,11 @@ def _elements(arg: micro.Arg, ops: Operands) -> int:
 
 
 def _rope_table(instr: micro.Dispatch, ops: Operands) -> Encoded:
-    positions, y = ops.tensor(instr.args[0]), ops.tensor(instr.dst)
+    positions, y = ops.index(instr.args[0]), ops.tensor(instr.dst)
     half = _elements(instr.args[1], ops)
     count = positions.rows * positions.width
     w, scale = ops.either(instr.args[1]), real(instr, "scale", 1.0)
-    fields = rows.RopeTable(positions.address, *w, y.address, y.stride, count, half, scale)
+    fields = rows.RopeTable(positions.address, *w, y.address, y.stride, count, half, scale, positions.item)
     return Encoded("rope_table", fields, count * half * 100)
 
 
@@ -305,8 +312,9 @@ def _slice(instr: micro.Dispatch, ops: Operands) -> Encoded:
 
 
 def _rows(instr: micro.Dispatch, ops: Operands) -> Encoded:
-    x, index, y = ops.tensor(instr.args[0]), ops.tensor(instr.args[1]), ops.tensor(instr.dst)
-    return _copied(x, y, x.address, index.address, index.rows * index.width, x.width)
+    x, index, y = ops.tensor(instr.args[0]), ops.index(instr.args[1]), ops.tensor(instr.dst)
+    encoded = _copied(x, y, x.address, index.address, index.rows * index.width, x.width)
+    return replace(encoded, fields=encoded.fields._replace(which_bytes=index.item, of=x.rows))
 
 
 def _view(instr: micro.Dispatch, ops: Operands) -> Encoded:

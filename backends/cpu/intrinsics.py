@@ -78,6 +78,12 @@ def operand(row, at_field, field):
     return base + load_i64(entry) if entry != 0 else base
 
 
+@inner
+def load_index(address, i, size):
+    """Number i of an array of i32 (size 4) or i64 (size 8)."""
+    return load_i64(address + 8 * i) if size == 8 else types.int64(load_i32(address + 4 * i))
+
+
 @intrinsic(prefer_literal=True)
 def stack(typing, nbytes):
     """Address of that many bytes (a literal) on the stack, 64-byte aligned, for the whole call."""

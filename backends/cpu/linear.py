@@ -16,7 +16,7 @@ from flashrt.backends.cpu import rows
 from flashrt.backends.cpu.intrinsics import (
     copy_bytes,
     inner,
-    load_i32,
+    load_index,
     load_u8,
     operand,
     stack,
@@ -171,10 +171,10 @@ def _embedding(decode: Any) -> Kernel:
         t_count, v, c = word(row, E.t), word(row, E.v), word(row, E.c)
         weights = operand(row, E.w_at, E.w)
         for t in range(t_count * tid // nth, t_count * (tid + 1) // nth):
-            id = load_i32(word(row, E.ids) + 4 * t)
+            id = load_index(word(row, E.ids), t, word(row, E.id_bytes))
             y = word(row, E.y) + 4 * t * word(row, E.y_stride)
             if 0 <= id < v:
-                decode(weights, types.int64(id), c, y)
+                decode(weights, id, c, y)
             else:
                 fill_nan(y, c)
 

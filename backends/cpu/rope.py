@@ -11,7 +11,7 @@ from flashrt.backends.cpu import rows
 from flashrt.backends.cpu.intrinsics import (
     copy_bytes,
     load_f32,
-    load_i32,
+    load_index,
     number,
     operand,
     store_f32,
@@ -30,7 +30,7 @@ def rope_table() -> Any:
         count, half = word(row, T.t), word(row, T.half)
         frequencies, scale = operand(row, T.w_at, T.w), types.float32(number(row, T.f64_scale))
         for t in range(count * tid // nth, count * (tid + 1) // nth):
-            position = types.float32(load_i32(word(row, T.positions) + 4 * t))
+            position = types.float32(load_index(word(row, T.positions), t, word(row, T.position_bytes)))
             y = word(row, T.y) + 4 * t * word(row, T.y_stride)
             for i in range(half):
                 angle = types.float64(position * load_f32(frequencies + 4 * i))

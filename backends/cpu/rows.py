@@ -63,7 +63,7 @@ class Linear(NamedTuple):
 
 
 class Embedding(NamedTuple):
-    """y[T,C] = rows ids[T] of w[V,C]; NaN where an id is outside [0, V)."""
+    """y[T,C] = rows ids[T] of w[V,C]; NaN where an id is outside [0, V). id_bytes: 4 for i32, 8 for i64."""
 
     ids: Dim
     w_at: Dim
@@ -73,6 +73,7 @@ class Embedding(NamedTuple):
     t: Dim
     v: Dim
     c: Dim
+    id_bytes: Dim
 
 
 class Norm(NamedTuple):
@@ -95,7 +96,7 @@ class Norm(NamedTuple):
 
 
 class RopeTable(NamedTuple):
-    """y[T, 2*half] = cosines, then sines, of positions[T]·w[half]."""
+    """y[T, 2*half] = cosines, then sines, of positions[T]·w[half]. position_bytes: 4 for i32, 8 for i64."""
 
     positions: Dim
     w_at: Dim
@@ -105,6 +106,7 @@ class RopeTable(NamedTuple):
     t: Dim
     half: Dim
     f64_scale: Dim
+    position_bytes: Dim
 
 
 class Rope(NamedTuple):
@@ -190,7 +192,11 @@ class Map(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Rows of `bytes` bytes from x to y; strides in bytes. which, unless 0: i32[rows], the row of x."""
+    """Rows of `bytes` bytes from x to y; strides in bytes.
+
+    which, unless 0: [rows], the row of x (from its end where negative), of `of`; a row of ones bits (NaN)
+    where there is no such row. which_bytes: 4 for i32, 8 for i64.
+    """
 
     x: Dim
     x_stride: Dim
@@ -199,6 +205,8 @@ class Copy(NamedTuple):
     y_stride: Dim
     rows: Dim
     bytes: Dim
+    which_bytes: Dim = 0
+    of: Dim = 0
 
 
 class Quantize(NamedTuple):

@@ -137,9 +137,9 @@ slot %0 a f32[T,8] input=x
 slot %1 a f32[T,8]
 slot %2 b f32[T,8]
 slot %3 b f32[T,8]
-dispatch device=a lane=compute kernel=scale args=[%0] dst=%1
+dispatch device=a lane=compute kernel=scale args=[%0] dst=%1 attrs={by=2.0}
 transfer device=a lane=copy_out src=%1 dst=%2 to=b
-dispatch device=b lane=compute kernel=scale args=[%2] dst=%3
+dispatch device=b lane=compute kernel=scale args=[%2] dst=%3 attrs={by=2.0}
 output y %3
 """
     scale, copy, use = synchronise(read_micro(text)).instrs
@@ -158,8 +158,8 @@ slot %0 a f32[T,8] input=x
 slot %1 b f32[T,8] input=x
 slot %2 a f32[T,8]
 slot %3 b f32[T,8]
-dispatch device=a lane=compute kernel=scale args=[%0[0:s]] dst=%2[0:s]
-dispatch device=b lane=compute kernel=scale args=[%1[s:8]] dst=%3[s:8]
+dispatch device=a lane=compute kernel=scale args=[%0[0:s]] dst=%2[0:s] attrs={by=2.0}
+dispatch device=b lane=compute kernel=scale args=[%1[s:8]] dst=%3[s:8] attrs={by=2.0}
 transfer device=b lane=copy_out src=%3[s:8] dst=%2[s:8] to=a
 output y %2
 """
@@ -210,11 +210,11 @@ slot %4 d f32[T,2]
 slot %5 d f32[T,2]
 slot %6 d f32[T,4]
 slot %7 d f32[T,2]
-dispatch device=d lane=compute kernel=scale args=[%0] dst=%1
+dispatch device=d lane=compute kernel=scale args=[%0] dst=%1 attrs={by=2.0}
 dispatch device=d lane=compute kernel=slice args=[%1] dst=%2 attrs={hi=4,lo=0}
 dispatch device=d lane=compute kernel=slice args=[%1] dst=%3 attrs={hi=8,lo=4}
 dispatch device=d lane=compute kernel=slice args=[%3] dst=%4 attrs={hi=4,lo=2}
-dispatch device=d lane=compute kernel=scale args=[%4] dst=%5
+dispatch device=d lane=compute kernel=scale args=[%4] dst=%5 attrs={by=2.0}
 dispatch device=d lane=compute kernel=host.aten.erf args=[%2] dst=%6
 dispatch device=d lane=compute kernel=slice args=[%1] dst=%7 attrs={hi=2,lo=0}
 output y %5
@@ -273,7 +273,10 @@ def chains(draw: st.DrawFn) -> micro.Stream:
             args = draw(st.lists(st.sampled_from(own), min_size=1, max_size=2))
             refs = ",".join(f"%{a}" for a in args)
             kernel = "scale" if len(args) == 1 else "add"
-            lines.append(f"dispatch device={device} lane=compute kernel={kernel} args=[{refs}] dst=%{new}")
+            more = " attrs={by=2.0}" if kernel == "scale" else ""
+            lines.append(
+                f"dispatch device={device} lane=compute kernel={kernel} args=[{refs}] dst=%{new}{more}"
+            )
             where[new] = device
         slots.append(f"slot %{new} {where[new]} f32[T,8]")
     last = len(where)
@@ -316,7 +319,7 @@ symbol T lo=1 hi=4 hint=1
 input x f32[T,8]
 slot %0 d f32[T,8] input=x
 slot %1 d f32[Q,8]
-dispatch device=d lane=compute kernel=scale args=[%0] dst=%1
+dispatch device=d lane=compute kernel=scale args=[%0] dst=%1 attrs={by=2.0}
 output y %1
 """
     with pytest.raises(PlanError, match=r"slot %1 has no largest size: f32\[Q,8\]"):

@@ -22,7 +22,7 @@ weight w f32[64,64] sources=[w] layout=f32
 %a#0 = linear(%x,@w) f32[T,32] device=cpu:0 of=a shard=[0:32] numerics="act=f32 acc=f32" est=1us because=test
 %a#1 = linear(%x,@w) f32[T,32] device=cpu:0 of=a shard=[32:64] numerics="act=f32 acc=f32" est=1us because=test
 %a = merge(%a#0,%a#1) f32[T,64] device=cpu:0 of=a est=1us because=test
-%b = {user}(%a#0) f32[T,32] device=cpu:0 of=b numerics="acc=f32" est=1us because=test
+%b = {user}(%a#0) f32[T,32] device=cpu:0 of=b attrs={by=2.0} numerics="acc=f32" est=1us because=test
 output a a
 output b b
 """
