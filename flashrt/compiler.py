@@ -120,11 +120,16 @@ def _narrowed(graph: logical.Graph, lo: int, hi: int, options: CompileOptions) -
     if not graph.states:
         return graph
 
+    # the cache is planned for one sequence of the whole context
+    pages = next((s.hi for s in graph.symbols if s.name == "M"), 1)
+
     def narrow(symbol: Symbol) -> Symbol:
         if symbol.name == "T":
             return replace(symbol, lo=lo, hi=hi, hint=lo if lo == 1 else hi)
         if symbol.name in ("N", "S"):
             return replace(symbol, hi=min(symbol.hi, options.sequences, hi), hint=1)
+        if symbol.name == "P":
+            return replace(symbol, hint=pages)
         if symbol.name == "H":
             return replace(symbol, hi=history_size(symbol.hi))
         return symbol

@@ -54,6 +54,12 @@ class Device:
         """Whether a compiled kernel with these numerics exists (epilogues after '+' included)."""
         return (kernel, numerics) in self.kernels
 
+    def rate(self, numerics: str) -> float | None:
+        """Flop per second of what numerics such as "act=i8/32 acc=f32" ask for; float32's where unknown."""
+        dtype = numerics.partition("act=")[2].partition(" ")[0].partition("/")[0]
+        found = self.rates.get(dtype) or self.rates.get("f32")
+        return found.value if found else None
+
     @property
     def budget(self) -> int:
         """Bytes a plan may use: nine tenths of the memory."""

@@ -170,14 +170,15 @@ def _renamed_when_done(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
     """Keeps other processes (and threads) that ask for the same file or folder waiting.
 
-    The kernel gives it free when the process dies. Raises OSError when the path can't be opened.
+    shared: with others who share it. The kernel gives it free when the process dies.
+    Raises OSError when the path can't be opened or locked.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
@@ -254,6 +255,13 @@ def load(folder: Path, *, edited: bool = False) -> Plan:
         ParseError: an edited text doesn't parse.
     """
     folder = folder.absolute()
+    with ExitStack() as held:
+        with suppress(OSError):  # where locks don't work a plan can be read all the same
+            held.enter_context(locked(folder.parent, shared=True))  # `save` mustn't swap it meanwhile
+        return _read(folder, edited)
+
+
+def _read(folder: Path, edited: bool) -> Plan:
     manifest = read_manifest(folder)
     try:
         read = _Reader(folder, manifest["files"], edited)
@@ -382,6 +390,7 @@ class Program:
             )
         self.plan, self.pages = plan, pages
         self.devices, self._host, self._poison = devices, host, poison
+        self._known = {s.name for v in plan.variants for s in (*v.stream.symbols, *v.stream.splits)}
         self._closed, self._held = False, ExitStack()
         if source is None:
             own = source = plan.source()
@@ -416,6 +425,11 @@ class Program:
         """
         if self._closed:
             raise RequestError(f"the program {self.plan.name} is closed")
+        if unknown := (symbols or {}).keys() - self._known:
+            raise RequestError(
+                f"{self.plan.name} has no {', '.join(sorted(unknown))}",
+                hint=f"symbols and splits: {', '.join(sorted(self._known))}",
+            )
         arrays = as_arrays(self.plan.inputs, inputs)
         env = bind(self.plan.inputs, arrays, symbols or {})
         executor = self._executor(self._variant(env.get("T", 0)))

@@ -82,12 +82,8 @@ def _time(moved: Dim, flops: Dim, numerics: str, device: Device) -> Dim:
 
 def _rate(numerics: str, device: Device) -> float:
     """Flop per second of the kind of arithmetic that the numerics ask for."""
-    dtype = settings(numerics).get("act", "f32").partition("/")[0]
-    rates = device.rates
-    known = rates.get(dtype) or rates.get("f32")
-    if known:
-        return known.value
-    return min((r.value for r in rates.values()), default=float("inf"))
+    known = device.rate(numerics)
+    return known or min((r.value for r in device.rates.values()), default=float("inf"))
 
 
 def settings(numerics: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from flashrt.ir import logical
 from flashrt.ir.types import Expr, TensorType, attrs, product
 from flashrt.passes import recognise_patterns as patterns
 from flashrt.passes.recognise_elementwise import activation, add, elementwise, gated, mul, scale, softcap
-from flashrt.passes.recognise_patterns import INTEGERS, Reading
+from flashrt.passes.recognise_patterns import Reading
 from flashrt.passes.recognise_recipes import Raw, Recipe, ints, pointwise
 from flashrt.passes.recognise_views import Flat, View, compact_strides, dense_strides, permute
 
@@ -166,7 +166,8 @@ def rows(r: Reading, node: logical.Node) -> Recipe | None:
         return None
     view, index = r.views[node.inputs[0]], r.views[node.inputs[1]]
     flat, numbers = r.flat(view), r.flat(index)
-    if flat is None or numbers is None or r.types[node.inputs[1]].dtype not in INTEGERS:
+    # of the smaller integers, u8 is a mask
+    if flat is None or numbers is None or r.types[node.inputs[1]].dtype not in ("i32", "i64"):
         return None
     if len(flat.shape) != 2 or len(numbers.shape) != 1 or len(index.shape) != 1:
         return None

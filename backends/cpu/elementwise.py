@@ -16,6 +16,7 @@ from flashrt.backends.cpu.intrinsics import (
     number,
     operand,
     store_f32,
+    store_u8,
     word,
 )
 from flashrt.backends.cpu.vector import (

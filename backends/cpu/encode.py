@@ -90,6 +90,13 @@ class Operands:
         address = lo * item + host_address(self.memory.slot(arg.slot))
         return Tensor(address, product(outer), hi - lo, last, item)
 
+    def check_floats(self, instr: micro.Dispatch) -> None:
+        """Raises PlanError for a slot that isn't f32, which is all that most kernels read and write."""
+        for arg in (*instr.args, instr.dst):
+            if isinstance(arg, micro.SlotRef) and (dtype := self.slots[arg.slot].type.dtype) != "f32":
+                what = f"cpu: {instr.kernel} takes f32, and %{arg.slot} is {dtype}"
+                raise PlanError(what, lines=text.show_instr(instr))
+
     def index(self, arg: micro.Arg) -> Tensor:
         """A slot of row numbers, positions or ids."""
         assert isinstance(arg, micro.SlotRef), arg
@@ -299,29 +306,33 @@ def _unary(kernel: str, by: str, cycles: float) -> Callable[[micro.Dispatch, Ope
     return encode
 
 
-def _copied(x: Tensor, y: Tensor, address: Dim, which: Dim, count: Dim, width: Dim) -> Encoded:
-    """`count` rows of `width` elements from `address`."""
-    fields = rows.Copy(address, x.stride * x.item, which, y.address, y.stride * y.item, count, width * x.item)
-    return Encoded("copy", fields, count * width * (x.item / 16))
+def _copied(x: Tensor, y: Tensor, address: Dim, width: Dim) -> Encoded:
+    """Every row of x: `width` elements from `address`."""
+    fields = rows.Copy(address, x.stride * x.item, 0, y.address, y.stride * y.item, x.rows, width * x.item)
+    return Encoded("copy", fields, x.rows * width * (x.item / 16))
 
 
 def _slice(instr: micro.Dispatch, ops: Operands) -> Encoded:
     x, y = ops.tensor(instr.args[0]), ops.tensor(instr.dst)
     lo, hi = whole(instr, "lo"), whole(instr, "hi")
-    return _copied(x, y, x.address + lo * x.item, 0, x.rows, hi - lo)
+    return _copied(x, y, x.address + lo * x.item, hi - lo)
 
 
 def _rows(instr: micro.Dispatch, ops: Operands) -> Encoded:
     x, index, y = ops.tensor(instr.args[0]), ops.index(instr.args[1]), ops.tensor(instr.dst)
-    encoded = _copied(x, y, x.address, index.address, index.rows * index.width, x.width)
-    return replace(encoded, fields=encoded.fields._replace(which_bytes=index.item, of=x.rows))
+    count, width = index.rows * index.width, x.width * x.item
+    fields = rows.Copy(
+        x.address, x.stride * x.item, index.address, y.address, y.stride * y.item, count, width,
+        index.item, x.rows,
+    )  # fmt: skip
+    return Encoded("copy", fields, count * width * (1 / 16))
 
 
 def _view(instr: micro.Dispatch, ops: Operands) -> Encoded:
     x, y = ops.tensor(instr.args[0]), ops.tensor(instr.dst)
     assert x.width == x.stride and y.width == y.stride, "a view of some channels isn't dense"
     dense = Tensor(y.address, x.rows, x.width, x.width, y.item)  # the same bytes, in x's rows
-    return _copied(x, dense, x.address, 0, x.rows, x.width)
+    return _copied(x, dense, x.address, x.width)
 
 
 def _sample(instr: micro.Dispatch, ops: Operands) -> Encoded:
@@ -372,6 +383,11 @@ ENCODERS: Mapping[str, Callable[[micro.Dispatch, Operands], Encoded]] = {
 }
 
 
+FLOATS_ONLY = frozenset(
+    {"rms_norm", "layer_norm", "rope", "gated", "activation", "add", "mul", "scale", "softcap"}
+)
+
+
 def encode(instr: Compute, ops: Operands, bias: micro.BlockRef | None) -> Encoded:
     """The row of an instruction that computes. Raises PlanError for a kernel that isn't there."""
     if isinstance(instr, micro.Quantize):
@@ -384,6 +400,8 @@ def encode(instr: Compute, ops: Operands, bias: micro.BlockRef | None) -> Encode
     if op in KERNELS and op.startswith("embedding."):
         return _embedding(instr, ops)
     if op in ENCODERS:
+        if op in FLOATS_ONLY:
+            ops.check_floats(instr)
         encoded = ENCODERS[op](instr, ops)
         if encoded.kernel in KERNELS:
             return encoded

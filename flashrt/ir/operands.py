@@ -147,11 +147,31 @@ def _more_faults(op: str, types: Types, call: _Call) -> Faults:
             if isinstance(width, int) and isinstance(hi, int) and hi > width:
                 yield f"hi={hi} is beyond the {width} channels of {types[0]}"
         case "sample":
-            for given in types[1:8]:
-                yield from _differ("a parameter", given, given.with_shape(types[0].shape[0]))
-            yield from _differ("history", types[8], types[8].with_shape(types[0].shape[0], types[8].shape[1]))
+            rows, dtypes = types[0].shape[0], ("f32", "i32", "f32", "f32", "f32", "i64", "i64")
+            for given, dtype in zip(types[1:8], dtypes, strict=True):
+                yield from _differ("a parameter", given, TensorType(dtype, (rows,)))
+            yield from _differ("history", types[8], TensorType("i32", (rows, types[8].shape[1])))
+        case "rows":
+            yield from _index_faults(types[1])
+        case "embedding" | "rope_table":
+            yield from _index_faults(types[0])
+        case "attention":
+            yield from _paged_faults(types[0], types[1:4])
         case "kv_write":
+            yield from _paged_faults(types[0], types[2:5])
             yield from _state_faults(types[0], types[1], attrs, call.states[0])
+
+
+def _index_faults(index: TensorType) -> Faults:
+    if index.dtype not in ("i32", "i64"):
+        yield f"what looks things up is {index}, expected i32 or i64"
+
+
+def _paged_faults(x: TensorType, paged: Types) -> Faults:
+    positions, seq, pages = paged
+    for what, have in (("positions", positions), ("seq", seq)):
+        yield from _differ(what, have, TensorType("i32", x.shape[:1]))
+    yield from _differ("pages", pages, TensorType("i32", (pages.shape[0], pages.shape[1])))
 
 
 def _state_faults(k: TensorType, v: TensorType, attrs: Mapping[str, Value], kv: TensorType) -> Faults:

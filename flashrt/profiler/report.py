@@ -113,7 +113,7 @@ def _samples(steps: Sequence[StepTrace], streams: Streams, machine: Machine) -> 
                 time,
                 (started - arrived) / 1e3,
                 moved,
-                _share(machine.device(instr.device), moved, flops, time),
+                _share(machine.device(instr.device), getattr(instr, "numerics", ""), moved, flops, time),
                 float(evaluate(instr.est, step.env)),
             )
 
@@ -126,11 +126,11 @@ def _ran(step: StepTrace, streams: Streams) -> Iterator[tuple[micro.Instr, int, 
             yield instr, arrived, started, ended
 
 
-def _share(device: Device, moved: float, flops: float, time: float) -> float:
+def _share(device: Device, numerics: str, moved: float, flops: float, time: float) -> float:
     if time <= 0:
         return 0.0
-    rate = device.rates.get("f32")
-    matrix = flops / rate.value if rate else 0.0
+    rate = device.rate(numerics)
+    matrix = flops / rate if rate else 0.0
     return max(moved / device.read.value, matrix) / (time / 1e6)
 
 

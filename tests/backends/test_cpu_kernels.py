@@ -80,10 +80,11 @@ def test_ranges_of_channels_move_with_their_split(layout: str, s: int) -> None:
     assert (got[:, :s] == 0).all() and (got[:, s:] != 0).all()
 
 
+@pytest.mark.parametrize("ids", ["i32", "i64"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_embedding_is_exactly_what_the_layout_means(layout: str) -> None:
+def test_embedding_is_exactly_what_the_layout_means(layout: str, ids: str) -> None:
     text = f"""weight w f32[37,70] sources=[w] layout={layout}
-slot %0 cpu:0 i32[T]
+slot %0 cpu:0 {ids}[T]
 slot %1 cpu:0 f32[T,70]
 block w cpu:0 lo=0 hi=37 bytes=0
 dispatch {AT} kernel=embedding.{layout} args=[%0,@w] dst=%1 {EXACT}
@@ -217,19 +218,37 @@ def test_a_nan_stays_one() -> None:
         assert np.isnan(got).all(), act
 
 
-def test_slice_view_and_rows_copy() -> None:
+@pytest.mark.parametrize("index", ["i32", "i64"])
+def test_slice_view_and_rows_copy(index: str) -> None:
     text = f"""slot %0 cpu:0 f32[T,12]
 slot %1 cpu:0 f32[T,5]
 slot %2 cpu:0 f32[T*2,6]
-slot %3 cpu:0 i32[3]
+slot %3 cpu:0 {index}[3]
 slot %4 cpu:0 f32[3,12]
 dispatch {AT} kernel=slice args=[%0] dst=%1 attrs={{lo=4,hi=9}} {EXACT}
 dispatch {AT} kernel=view args=[%0] dst=%2 {EXACT}
 dispatch {AT} kernel=rows args=[%0,%3] dst=%4 {EXACT}
 """
-    values = {0: r(5, 12), 3: [4, 0, 4]}
+    values = {0: r(5, 12), 3: [4, 0, -1]}
     for out in (1, 2, 4):
         agree(text, values, out, tolerance=0, T=5)
+    outside = run(cpu(), text, {**values, 3: [5, -6, 4]}, T=5).read(4)
+    assert np.isnan(outside[:2]).all() and np.isfinite(outside[2]).all()
+
+
+@pytest.mark.parametrize(
+    ("slot", "kernel"),
+    [("f64[T,12]", "scale"), ("i64[T,12]", "add"), ("bf16[T,12]", "rms_norm"), ("i16[3]", "rows")],
+)
+def test_other_dtypes_are_refused(slot: str, kernel: str) -> None:
+    """A kernel that took them for its own would read and write the wrong bytes."""
+    text = f"""slot %0 cpu:0 f32[T,12]
+slot %1 cpu:0 {slot}
+slot %2 cpu:0 f32[T,12]
+dispatch {AT} kernel={kernel} args=[%0,%1] dst=%2 {EXACT}
+"""
+    with pytest.raises(PlanError, match=f"%1 is {slot.partition('[')[0]}"):
+        run(cpu(), text, {}, T=5)
 
 
 @pytest.mark.parametrize("k", [64, 70, 5])

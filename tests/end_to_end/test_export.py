@@ -51,6 +51,18 @@ class Sorted(nn.Module):
         return self.after(torch.cumsum(torch.tanh(self.before(x)), dim=-1))  # type: ignore[no-any-return]
 
 
+class LookedUp(nn.Module):
+    """Numbers of torch's own dtype for them, i64: given, and computed from what is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, WIDTH)
+
+    def forward(self, i: torch.Tensor, j: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = self.table(i)
+        return x, self.table(i + j), x[j], x[j * 2 - 1]
+
+
 def save(folder: Path, module: nn.Module) -> Path:
     """The module with random weights as a program for batches of 1 to 64."""
     dims = ({0: Dim("B", min=1, max=64)},)
@@ -85,9 +97,9 @@ def test_batches(saved: tuple[nn.Module, Path], device: str) -> None:
             check(outputs, theirs(module, x), f"batch {size} on {device}")
 
 
-def theirs(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def theirs(module: nn.Module, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     with torch.no_grad():
-        outputs = module(x)
+        outputs = module(*inputs)
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
@@ -97,6 +109,20 @@ def check(outputs: Mapping[str, Any], wanted: tuple[torch.Tensor, ...], where: s
         assert got.shape == tuple(want.shape) and got.dtype == np.float32
         error = float(np.abs(got - want.numpy()).max())
         assert error < TOLERANCE, f"{name} of {where}: differs from torch by {error:.1e}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_numbers_that_look_something_up(tmp_path: Path, device: str) -> None:
+    module = LookedUp().eval()
+    i, j = torch.tensor([7, 48, 3]), torch.tensor([0, 1, 1])
+    torch.export.save(torch.export.export(module, (i, j)), tmp_path / "lookup.pt2")
+    with opened(tmp_path / "lookup.pt2", device) as program:
+        kernels = [k.kernel for k in program.plan.variants[0].stream.instrs if hasattr(k, "kernel")]
+        assert {"embedding.f32", "rows"} <= set(kernels)
+        outputs = program.call({"i": i.numpy(), "j": j.numpy()})
+        check(outputs, theirs(module, i, j), f"numbers on {device}")
+        with pytest.raises(RequestError, match="token id 50 is outside"):
+            program.call({"i": np.array([1, 50, 2]), "j": j.numpy()})
 
 
 def test_load_is_the_door(saved: tuple[nn.Module, Path], tmp_path: Path) -> None:

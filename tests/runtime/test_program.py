@@ -86,6 +86,26 @@ def test_saving_over_a_plan_leaves_nothing_else(plan: Plan, folder: Path) -> Non
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 
 
+def test_a_plan_that_is_replaced_is_read_whole(plan: Plan, folder: Path) -> None:
+    """Readers see the old plan or the new one, never a mixture and never nothing."""
+    named = {name: replace(plan, name=name) for name in ("old", "new")}
+    program.save(named["old"], folder)
+    found: list[str] = []
+
+    def read() -> None:
+        try:
+            found.extend(program.load(folder).name for _ in range(8))
+        except ProgramError as error:
+            found.append(str(error))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while reader.is_alive():
+        for each in named.values():
+            program.save(each, folder)
+    assert len(found) == 8 and set(found) <= set(named), found
+
+
 def test_what_is_no_plan_is_not_written_over(plan: Plan, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
@@ -190,6 +210,11 @@ def test_closed_twice_and_never_again(plan: Plan) -> None:
     assert held() is None
     with pytest.raises(RequestError, match="closed"):
         opened.call(step(), {"C": 3})
+
+
+def test_a_misspelt_symbol_names_the_known_ones(plan: Plan) -> None:
+    with engine.open_plan(plan, pages=2) as opened, pytest.raises(RequestError, match=r"no s3\n.*C, H, M, N"):
+        opened.call(step(), {"C": 3, "s3": 16})
 
 
 @pytest.mark.parametrize("pages", [0, -1])
