@@ -390,7 +390,10 @@ class Program:
             )
         self.plan, self.pages = plan, pages
         self.devices, self._host, self._poison = devices, host, poison
-        self._known = {s.name for v in plan.variants for s in (*v.stream.symbols, *v.stream.splits)}
+        streams = [v.stream for v in plan.variants]
+        self._known = {s.name for x in streams for s in x.symbols} | {
+            s.name for x in streams for s in x.splits
+        }
         self._closed, self._held = False, ExitStack()
         if source is None:
             own = source = plan.source()

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
+
 from flashrt import knobs, layouts
 from flashrt.backends.cpu.kernels import KERNELS, candidates
 from flashrt.errors import DeviceError
