@@ -175,6 +175,14 @@ def substitute(value: Dim, env: Mapping[str, Dim]) -> Dim:
     return _sum(out)
 
 
+def symbol_name(value: Dim) -> str | None:
+    """The name when `value` is one symbol and nothing else."""
+    match value:
+        case Expr(terms=(((str() as name,), 1),)):
+            return name
+    return None
+
+
 def symbols_of(value: Dim) -> frozenset[str]:
     """The names of the symbols in `value`."""
     found: set[str] = set()

@@ -8,7 +8,7 @@ handed (`flashrt.backend.Memory`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -36,14 +36,34 @@ class Residents:
         self._blocks: dict[tuple[Weight, str, int, int], Place] = {}
         self._states: dict[tuple[str, str], Place] = {}
 
-    def block(self, weight: Weight, block: micro.Block) -> Place:
-        """The block's memory, loaded on first use."""
-        key = (weight, block.device, block.lo, block.hi)
-        if key not in self._blocks:
-            place = self.reserve(block.device, block_bytes(weight, block.lo, block.hi))
-            self.fill(block.device, weight, block.lo, block.hi, place)
-            self._blocks[key] = place
-        return self._blocks[key]
+    def blocks(self, stream: micro.Stream) -> Iterator[tuple[micro.Block, Place]]:
+        """The stream's resident blocks and their memory, loaded unless an earlier variant loaded them.
+
+        What the first variant of a device needs lies in one piece, at the plan's offsets: large pages
+        then cover it.
+        """
+        weights = {w.name: w for w in stream.weights}
+        resident = [b for b in stream.blocks if b.home == "resident"]
+        whole = self._pieces(resident) if not self._blocks else {}
+        for block in resident:
+            key = (weights[block.name], block.device, block.lo, block.hi)
+            if key not in self._blocks:
+                nbytes = block_bytes(weights[block.name], block.lo, block.hi)
+                if block.device in whole and block.offset is not None:
+                    place = Place(whole[block.device].buffer, block.offset, nbytes)
+                else:
+                    place = self.reserve(block.device, nbytes)
+                self.fill(block.device, weights[block.name], block.lo, block.hi, place)
+                self._blocks[key] = place
+            yield block, self._blocks[key]
+
+    def _pieces(self, blocks: Sequence[micro.Block]) -> dict[str, Place]:
+        """One piece of memory for each device whose blocks all have offsets."""
+        ends: dict[str, int] = {}
+        for block in blocks:
+            if block.offset is not None:
+                ends[block.device] = max(ends.get(block.device, 0), block.offset + block.bytes)
+        return {device: self.reserve(device, end) for device, end in ends.items()}
 
     def state(self, name: str, device: str, nbytes: int) -> Place:
         """The state's memory on a device, zero at first."""
@@ -106,9 +126,8 @@ class StreamMemory:
         self._slots = self._lay_out_slots()
         self._rings = self._lay_out_rings()
         self._states = self._lay_out_states()
-        for block in stream.blocks:
-            if block.home == "resident":
-                self.place(block, residents.block(self.weights[block.name], block))
+        for block, place in residents.blocks(stream):
+            self.place(block, place)
 
     # ---- flashrt.backend.Memory
     def word_of(self, symbol: str) -> int:

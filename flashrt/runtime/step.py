@@ -14,7 +14,7 @@ from flashrt.errors import RequestError
 from flashrt.ir import micro
 from flashrt.ir.ops import PAGE
 from flashrt.ir.order import root_of
-from flashrt.ir.types import DTYPES, FLOATS, Dim, Env, Expr, TensorType, evaluate, show, size, symbols_of
+from flashrt.ir.types import DTYPES, FLOATS, Dim, Env, TensorType, evaluate, size, symbol_name
 from flashrt.runtime.arena import StreamMemory, host_view
 
 NUMPY: Mapping[str, np.dtype[Any]] = {
@@ -138,16 +138,16 @@ def bind(inputs: Mapping[str, TensorType], arrays: Arrays, given: Mapping[str, i
         if len(shape) != len(type.shape):
             raise RequestError(f"input {name}: shape {shape} doesn't fit {type}")
         for want, got in zip(type.shape, shape, strict=True):
-            if isinstance(want, Expr) and show(want).isidentifier():
-                env.setdefault(show(want), got)
+            if (symbol := symbol_name(want)) is not None:
+                env.setdefault(symbol, got)
     for name, type in inputs.items():
-        unknown = frozenset[str]().union(*map(symbols_of, type.shape)) - env.keys()
-        if unknown:
+        try:
+            expected = tuple(evaluate(d, env) for d in type.shape)
+        except KeyError as missing:
             raise RequestError(
-                f"input {name}: the shape {type} needs {', '.join(sorted(unknown))}",
+                f"input {name}: the shape {type} needs {missing.args[0]}",
                 hint="give its value beside the inputs",
-            )
-        expected = tuple(evaluate(d, env) for d in type.shape)
+            ) from None
         if expected != arrays[name].shape:
             raise RequestError(f"input {name}: shape {arrays[name].shape}, expected {type} = {expected}")
     return env

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from flashrt import engine, program
+from flashrt.backends.cpu import CpuDevice
 from flashrt.errors import LawError, ModelError, ParseError, PlanError, ProgramError, RequestError
 from flashrt.program import Plan
 from flashrt.weights.index import File, WeightIndex
@@ -243,10 +244,14 @@ def test_a_plan_that_cannot_be_opened_leaves_nothing_open(
     monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Plan], Plan]
 ) -> None:
     closed = []
-    backend = engine._backend("cpu")
     cpu = make_plan(device="cpu:0", tokens=8)
-    real = type(backend.open(cpu.machine.devices[0])).close
-    monkeypatch.setattr("flashrt.backends.cpu.CpuDevice.close", lambda self: (closed.append(1), real(self)))
+    real = CpuDevice.close
+
+    def close(device: CpuDevice) -> None:
+        closed.append(device)
+        real(device)
+
+    monkeypatch.setattr(CpuDevice, "close", close)
     threads, files = threading.active_count(), descriptors()
     with pytest.raises((ModelError, PlanError)) as error:
         engine.open_plan(spoil(cpu), pages=2, threads=2)
