@@ -137,6 +137,7 @@ class OpenVino:
 
         self.api = openvino_genai
         self.version = f"openvino-genai {importlib.metadata.version('openvino-genai')}"
+        self.turn = 0
         self.pipe = openvino_genai.LLMPipeline(model, "CPU", INFERENCE_NUM_THREADS=threads)
 
     def _run(self, context: int, tokens: int) -> Any:
@@ -145,7 +146,8 @@ class OpenVino:
 
         config = self.api.GenerationConfig(max_new_tokens=tokens, ignore_eos=True, do_sample=False)
         config.apply_chat_template = False
-        ids = openvino.Tensor(np.array([PROMPT[:context]], np.int64))
+        self.turn += 1  # another prompt each time: a repeated one comes from its prefix cache
+        ids = openvino.Tensor(np.array([PROMPT[self.turn : self.turn + context]], np.int64))
         mask = openvino.Tensor(np.ones((1, context), np.int64))
         return self.pipe.generate(self.api.TokenizedInputs(ids, mask), config).perf_metrics
 
@@ -173,7 +175,7 @@ def requantised(model: str) -> str:
     """The file re-quantised to Q4_0, llama.cpp's fastest format; made once beside the cache."""
     import llama_cpp
 
-    from flashrt.engine import cache_folder
+    from flashrt.knobs import cache_folder
 
     target = cache_folder() / "bench" / "q4_0.gguf"
     if not target.exists():
