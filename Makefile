@@ -46,7 +46,7 @@ clean:
 $(PY):
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo 'flashrt needs Python 3.11 or newer; name one with: make PYTHON=python3.12 …' >&2; exit 1; }
-	"$(PYTHON)" -m venv $(VENV)
+	@"$(PYTHON)" -m venv $(VENV)
 
 $(RUN_READY): pyproject.toml constraints.txt | $(PY)
 	@echo 'Installing flashrt into $(VENV); the first time this takes some minutes.'

@@ -77,7 +77,7 @@ class LlamaCpp:
         self.version = f"llama-cpp-python {llama_cpp.__version__}"
         self.llm = llama_cpp.Llama(
             model, n_ctx=8 * 1024, n_threads=threads, n_threads_batch=threads, n_batch=512, n_ubatch=512,
-            verbose=False, logits_all=False, n_seq_max=8,
+            verbose=False, logits_all=False,
         )  # fmt: skip
 
     def prefill(self, tokens: int) -> float:
@@ -98,9 +98,11 @@ class LlamaCpp:
         return (tokens - 1) / (time.perf_counter() - begun)
 
     def batch(self, sequences: int, context: int, tokens: int) -> float:
-        api, ctx = self.api, self.llm.ctx
-        self.llm.reset()
-        api.llama_memory_clear(api.llama_get_memory(ctx), True)
+        api = self.api
+        params = api.llama_context_default_params()
+        params.n_ctx, params.n_seq_max, params.n_batch = 1024 * sequences, sequences, 512
+        params.n_threads = params.n_threads_batch = self.llm.n_threads
+        ctx = api.llama_init_from_model(self.llm.model, params)
         vocabulary = self.llm.n_vocab()
         batch = api.llama_batch_init(context * sequences, 0, 1)
         now = [PROMPT[i + context - 1] for i in range(sequences)]
@@ -126,6 +128,7 @@ class LlamaCpp:
             now = [best(s) for s in range(sequences)]
         rate = sequences * tokens / (time.perf_counter() - begun)
         api.llama_batch_free(batch)
+        api.llama_free(ctx)
         return rate
 
 

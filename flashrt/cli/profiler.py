@@ -52,6 +52,7 @@ class Form(StrEnum):
     csv = "csv"
     json = "json"
     perfetto = "perfetto"
+    jsonl = "jsonl"
 
 
 @app.command(cls=Command)
@@ -62,7 +63,9 @@ def profile(
     form: Annotated[
         Form,
         typer.Option(
-            "--format", help="how the result is printed; perfetto: a trace for https://ui.perfetto.dev"
+            "--format",
+            help="how the result is printed; perfetto: a trace for https://ui.perfetto.dev; "
+            "jsonl: the raw stamps, a step a line",
         ),
     ] = Form.table,
     prefill: Annotated[bool, typer.Option("--prefill", help="only steps that read the prompt")] = False,
@@ -85,6 +88,7 @@ def profile(
     `flashrt devices --measure`). A table, CSV or JSON has times in microseconds.
     """
     from flashrt.profiler import report
+    from flashrt.runtime.trace import Trace
 
     if prefill and decode:
         raise RequestError("--prefill and --decode exclude each other", hint="leave both out for all steps")
@@ -107,6 +111,8 @@ def profile(
         case Form.json:
             facts = {"phase": phase, "account": asdict(account), "rows": [asdict(r) for r in rows]}
             sys.stdout.write(json.dumps(facts, indent=1) + "\n")
+        case Form.jsonl:
+            sys.stdout.writelines(line + "\n" for line in Trace(list(steps)).lines())
         case Form.perfetto:
             json.dump(report.perfetto(steps, streams), sys.stdout)
             sys.stdout.write("\n")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from flashrt import program
+from flashrt.runtime.trace import read_trace
 from tests.cli.calling import profile, refused
 
 ARGS = ("--prompt", "hello", "--max-tokens", "6")
@@ -79,6 +80,11 @@ def test_csv(plan: str) -> None:
     rows = list(csv.DictReader(io.StringIO(profiled(plan, "--format", "csv", "--by", "layer"))))
     assert {r["name"] for r in rows} >= {"layers.0", "layers.1", "lm_head"}
     assert all(float(r["total"]) > 0 and r["device"] == "reference:0" for r in rows)
+
+
+def test_jsonl_reads_back(plan: str) -> None:
+    trace = read_trace(iter(profiled(plan, "--format", "jsonl").splitlines()))
+    assert trace.steps and all(s.stamps.shape[1] == 3 and s.ended > s.begun for s in trace.steps)
 
 
 def test_perfetto(plan: str) -> None:
