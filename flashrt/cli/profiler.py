@@ -84,9 +84,10 @@ def profile(
     """Runs a prompt and reports the time of each instruction, kernel or layer.
 
     The figures come from stamps that every instruction takes while it runs. Rates are
-    compared with the device's read bandwidth and matrix rate (measure them with
+    compared with the read bandwidth and matrix rate that were measured last (anew with
     `flashrt devices --measure`). A table, CSV or JSON has times in microseconds.
     """
+    from flashrt import engine
     from flashrt.profiler import report
     from flashrt.runtime.trace import Trace
 
@@ -97,9 +98,10 @@ def profile(
     with open_model(model, compiled, threads) as llm, progress("running"):
         steps = report.of_phase(_recorded(llm, prompt, max_tokens, raw=raw), phase)
         streams = {v.name: v.stream for v in llm.plan.variants}
+    machine = engine.with_measured_rates(llm.plan.machine)
     if not steps:
         raise RequestError(f"no {phase} step ran", hint="a longer prompt prefills, more --max-tokens decode")
-    rows = report.rows(steps, streams, llm.plan.machine, by.value)
+    rows = report.rows(steps, streams, machine, by.value)
     account = report.account(steps, streams)
     match form:
         case Form.table:
