@@ -82,7 +82,7 @@ def measure(seconds: float = 0.5) -> Machine:
 def with_measured_rates(machine: Machine) -> Machine:
     """The machine of a plan with the host's rates as they were measured last, or now if they never were."""
     if snapshot.recall() is None:
-        snapshot.remember(snapshot.measure())
+        measure()
     host = snapshot.snapshot().devices[0]
     return replace(
         machine, devices=tuple(replace(d, read=host.read, rates=host.rates) for d in machine.devices)

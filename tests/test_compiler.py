@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from flashrt.compiler import CompileOptions, compile_model, numerics_of
+from flashrt.cli.options import Mode
+from flashrt.compiler import MODES, CompileOptions, compile_model, numerics_of
 from flashrt.frontend.imported import Imported
 from flashrt.ir.ops import LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
 from flashrt.ir.text import read_logical
@@ -56,3 +57,8 @@ output y y
     (variant,) = plan.variants
     assert variant.stream.symbols == (Symbol(name, 4, 40, 4),)
     assert (variant.lo, variant.hi) == ((4, 40) if name == "T" else (0, 0))
+
+
+def test_the_command_line_offers_every_mode() -> None:
+    """It names them itself, so that its help needs no compiler."""
+    assert {mode.value for mode in Mode} == set(MODES)

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from itertools import pairwise
+from typing import Any
 
 from flashrt.ir import logical, ops, physical
 from flashrt.ir.bounds import Bounds
@@ -277,30 +278,28 @@ def states_stay(graph: physical.Graph) -> Iterator[Violation]:
                 )
 
 
-_ONCE = "give it a name of its own"
-_ORDER = "sort the nodes so that every value is bound before it is used"
-_DECLARE = "declare it, or remove the node that uses it"
-_SYMBOL = "add a `symbol` line (a `split` line for a split variable) or correct the size"
-_SIGIL = "write %name for a value and @name for a weight"
-_OUTPUT = "name an input or a node, without a sigil"
-
+# what holds for both levels of graphs
+_BOTH: tuple[Law[Any], ...] = (
+    Law("bound-once", bound_once, "give it a name of its own"),
+    Law("known-sigils", known_sigils, "write %name for a value and @name for a weight"),
+    Law(
+        "bound-before-use", bound_before_use, "sort the nodes so that every value is bound before it is used"
+    ),
+    Law("declared", declared, "declare it, or remove the node that uses it"),
+    Law(
+        "symbols-declared",
+        symbols_declared,
+        "add a `symbol` line (a `split` line for a split variable) or correct the size",
+    ),
+    Law("outputs-bound", outputs_bound, "name an input or a node, without a sigil"),
+)
 LOGICAL: tuple[Law[logical.Graph], ...] = (
-    Law("bound-once", bound_once, _ONCE),
-    Law("known-sigils", known_sigils, _SIGIL),
-    Law("bound-before-use", bound_before_use, _ORDER),
-    Law("declared", declared, _DECLARE),
-    Law("symbols-declared", symbols_declared, _SYMBOL),
-    Law("outputs-bound", outputs_bound, _OUTPUT),
+    *_BOTH,
     Law("ops-known", ops_known, "correct the name, or write a raw operator as aten.<name>"),
     Law("types-follow", types_follow, "correct type, inputs or attributes, or the pass that made the node"),
 )
 PHYSICAL: tuple[Law[physical.Graph], ...] = (
-    Law("bound-once", bound_once, _ONCE),
-    Law("known-sigils", known_sigils, _SIGIL),
-    Law("bound-before-use", bound_before_use, _ORDER),
-    Law("declared", declared, _DECLARE),
-    Law("symbols-declared", symbols_declared, _SYMBOL),
-    Law("outputs-bound", outputs_bound, _OUTPUT),
+    *_BOTH,
     Law("decided", decided, "let `place` (or the pass that made the node) fill the fields in"),
     Law("transfers-between", transfers_between, "put a transfer node between the two devices"),
     Law("shards-tile", shards_tile, "make each shard start where the one before it ends, from 0 to the size"),

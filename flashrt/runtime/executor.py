@@ -112,7 +112,10 @@ class Executor:
         with self._stopped_on_failure():
             self.epoch += 1
             self._run(self.epoch)
-            outputs = {n: read_output(self.memory, slot, self._env) for n, slot in self._outputs.items()}
+            outputs = {
+                name: read_output(self.memory, slot, self._types[slot], self._env)
+                for name, slot in self._outputs.items()
+            }
         if not trace:
             return outputs, None
         self.drain()

@@ -198,9 +198,8 @@ def _check(bound: Bound, values: NDArray[Any], hi: float) -> None:
         raise RequestError(f"input {bound.input}: {bound.what} {bad} is outside 0…{hi}")
 
 
-def read_output(memory: StreamMemory, slot: int, env: Env) -> NDArray[Any]:
-    """A copy of an output slot with this step's shape."""
-    type = next(s.type for s in memory.stream.slots if s.id == slot)
+def read_output(memory: StreamMemory, slot: int, type: TensorType, env: Env) -> NDArray[Any]:
+    """A copy of an output slot, of type `type`, with this step's shape."""
     shape = [size(d, env) for d in type.shape]
     count = int(np.prod(shape, dtype=np.int64)) * DTYPES[type.dtype]
     return host_view(memory.slot(slot))[:count].view(NUMPY[type.dtype]).reshape(shape).copy()

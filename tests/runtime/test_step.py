@@ -138,8 +138,9 @@ def test_words_and_inputs_are_written() -> None:
     env = write_step(into, bounds_of(into.stream), inputs(), ENV)
     assert env == {**ENV, "s": 16}
     assert {n: int(into.words[into.word_of(n)]) for n in env} == env
-    assert read_output(into, 0, env).tolist() == [1, 2, 3]
-    assert read_output(into, 3, env).tolist() == [[7, 0]]
+    type_of = {slot.id: slot.type for slot in into.stream.slots}
+    assert read_output(into, 0, type_of[0], env).tolist() == [1, 2, 3]
+    assert read_output(into, 3, type_of[3], env).tolist() == [[7, 0]]
 
 
 @pytest.mark.parametrize(
