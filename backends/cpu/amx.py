@@ -2,8 +2,8 @@
 
 A tile holds 16 rows of 64 bytes. Weights are widened to scale·q (+ min), rounded to bf16 and laid
 out for the tile product, one block of 32 k × 16 channels a tile, in a scratch of the thread: once
-for all tokens. Then 32 tokens × 32 channels at a time, four tiles of sums, over all of K. A sum
-takes its k in order, so it doesn't depend on the tokens and channels beside it.
+for all tokens of the thread, a chunk of K at a time. Then 16 tokens × 32 channels at a time, two
+tiles of sums. A sum takes its k in order, so it doesn't depend on the tokens and channels beside it.
 
 Object code with these instructions is only made where the processor has them and Linux lets us.
 """
@@ -30,12 +30,15 @@ from flashrt.backends.cpu.intrinsics import (
     word,
 )
 from flashrt.backends.cpu.linear import Kernel, L, finish
+from flashrt.backends.cpu.rows import RUN, TILE, TILE_BLOCKS, TILE_RUNS
+from flashrt.backends.cpu.share import channels_of, product_run, product_runs
 from flashrt.backends.cpu.tiles import VH, decode, load_at
 from flashrt.backends.cpu.vector import LANES, VI, V, call, load_whole, muladd, store_whole
 from flashrt.layouts import BLOCK
 
-TILE = 1024  # bytes
-_SUMS, _TOKENS, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
+# Tile registers. Four in use, not all eight: beside a busy hyper-thread the processor has few to rename,
+# and a product of 2 × 2 tiles then takes twice as long as one of 1 × 2.
+_SUMS, _TOKENS, _WEIGHTS = (0, 1), 2, 3
 VW = ir.VectorType(I16, 2 * LANES)
 
 
@@ -71,30 +74,33 @@ def tiles_off(typing):
 
 
 @intrinsic
-def tile_product(typing, x, x_stride, w, blocks, sums):
-    """sums f32[32][32] = x bf16[32, 32·blocks] · w: two tiles a block; x_stride in bytes."""
+def tile_product(typing, x, x_stride, w, blocks, sums, first):
+    """sums f32[16][32] (+)= x bf16[16, 32·blocks] · w: two tiles a block; x_stride in bytes.
+
+    first: 1 when the sums begin at zero.
+    """
 
     def codegen(context, b, signature, args):
-        x, x_stride, w, blocks, sums = args
-        below = b.mul(x_stride, I64(16))
-        for tile in _SUMS:
-            _tile(b, "tilezero", tile)
+        x, x_stride, w, blocks, sums, first = args
+        at_sums = [at(b, b.add(sums, I64(64 * i)), I8) for i in range(2)]
+        with b.if_else(b.icmp_signed("!=", first, I64(0))) as (then, otherwise):
+            with then:
+                for i in range(2):
+                    _tile(b, "tilezero", _SUMS[i])
+            with otherwise:
+                for i in range(2):
+                    _tile(b, "tileloadd64", _SUMS[i], at_sums[i], I64(128))
         with cgutils.for_range(b, blocks) as loop:
-            at_x = b.add(x, b.mul(loop.index, I64(64)))
             at_w = b.add(w, b.mul(loop.index, I64(2 * TILE)))
+            _tile(b, "tileloadd64", _TOKENS, at(b, b.add(x, b.mul(loop.index, I64(64))), I8), x_stride)
             for i in range(2):
-                _tile(b, "tileloadd64", _WEIGHTS[i], at(b, b.add(at_w, I64(TILE * i)), I8), I64(64))
-            for i in range(2):
-                _tile(b, "tileloadd64", _TOKENS[i], at(b, at_x, I8), x_stride)
-                at_x = b.add(at_x, below)
-                for j in range(2):
-                    _tile(b, "tdpbf16ps", 2 * i + j, _TOKENS[i], _WEIGHTS[j])
-        for tile in _SUMS:
-            corner = b.add(sums, I64(16 * 128 * (tile // 2) + 64 * (tile % 2)))
-            _tile(b, "tilestored64", tile, at(b, corner, I8), I64(128))
+                _tile(b, "tileloadd64", _WEIGHTS, at(b, b.add(at_w, I64(TILE * i)), I8), I64(64))
+                _tile(b, "tdpbf16ps", _SUMS[i], _TOKENS, _WEIGHTS)
+        for i in range(2):
+            _tile(b, "tilestored64", _SUMS[i], at_sums[i], I64(128))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), codegen
+    return types.void(*[types.int64] * 6), codegen
 
 
 def _pairs(b: ir.IRBuilder, even: ir.Value, odd: ir.Value) -> ir.Value:
@@ -137,13 +143,6 @@ def quantised_bf16(bits: int, minimum: bool) -> Kernel:
     block_bytes = quant_bytes + (64 if minimum else 32)
 
     @inner
-    def fill_group(weights, blocks, dst):
-        s = weights + blocks * quant_bytes
-        m = s + 32 * blocks
-        for i in range(blocks):
-            fill(dst + 2 * TILE * i, weights + i * quant_bytes, s + 32 * i, m + 32 * i)
-
-    @inner
     def store_sums(row, sums, first, tokens, channel):
         """Sums of up to 32 tokens × 32 channels, with their epilogue."""
         n, residual = word(row, L.n), word(row, L.residual)
@@ -165,21 +164,45 @@ def quantised_bf16(bits: int, minimum: bool) -> Kernel:
             store_whole(y + 64, high)
             y += y_stride
 
+    @inner
+    def fill_pair(row, pair, from_block, count, tiles):
+        """`count` blocks of two groups as tiles, those of a block side by side."""
+        blocks = (word(row, L.k) + 31) >> 5
+        for i in range(min(((word(row, L.n) + 15) >> 4) - 2 * pair, 2)):
+            group = operand(row, L.w_at, L.w) + (2 * pair + i) * blocks * block_bytes
+            q, s = group + from_block * quant_bytes, group + blocks * quant_bytes + 32 * from_block
+            for c in range(count):
+                at = 32 * c
+                fill(tiles + TILE * (2 * c + i), q + c * quant_bytes, s + at, s + 32 * blocks + at)
+
+    @inner
+    def some_runs(row, pair, begin, end, tid, nth, tiles):
+        """32 channels for runs [begin, end) of tokens, at most TILE_RUNS.
+
+        The tiles of a second group that isn't there hold anything: nobody reads those sums.
+        """
+        tokens, blocks, x_stride = word(row, L.t), (word(row, L.k) + 31) >> 5, 2 * word(row, L.x_stride)
+        sums = tiles + 2 * TILE * TILE_BLOCKS
+        for block in range(0, blocks, TILE_BLOCKS):
+            count, x = min(blocks - block, TILE_BLOCKS), word(row, L.x) + 64 * block
+            fill_pair(row, pair, block, count, tiles)
+            for run in range(begin, end):
+                first, last = product_run(run, tokens, tid, nth)
+                for t in range(first, last, 16):
+                    at = sums + 128 * (RUN * (run - begin) + t - first)
+                    tile_product(x + t * x_stride, x_stride, tiles, count, at, types.int64(block == 0))
+        for run in range(begin, end):
+            first, last = product_run(run, tokens, tid, nth)
+            store_sums(row, sums + 128 * RUN * (run - begin), first, last - first, 32 * pair)
+
     def kernel(tid, nth, row):
-        n, t_count, blocks = word(row, L.n), word(row, L.t), (word(row, L.k) + 31) >> 5
-        weights, x_stride = operand(row, L.w_at, L.w), 2 * word(row, L.x_stride)
-        tiles = word(row, L.scratch) + tid * word(row, L.scratch_stride)
-        groups, sums = (n + 15) >> 4, stack(4096)
-        pairs = (groups + 1) >> 1
-        tiles_on(sums)
-        for pair in range(pairs * tid // nth, pairs * (tid + 1) // nth):
-            count = min(groups - 2 * pair, 2)
-            for i in range(count):
-                fill_group(weights + (2 * pair + i) * blocks * block_bytes, blocks, tiles + TILE * i)
-            for first in range(0, t_count, 32):
-                # the tiles of a second group that isn't there hold anything: nobody reads those sums
-                tile_product(word(row, L.x) + first * x_stride, x_stride, tiles, blocks, sums)
-                store_sums(row, sums, first, min(t_count - first, 32), 32 * pair)
+        tiles, tokens = word(row, L.scratch) + tid * word(row, L.scratch_stride), word(row, L.t)
+        first, last = channels_of((word(row, L.n) + 31) >> 5, tokens, tid, nth)
+        tiles_on(stack(64))
+        for pair in range(first, last):
+            runs = product_runs(tokens, nth)
+            for begin in range(0, runs, TILE_RUNS):
+                some_runs(row, pair, begin, min(begin + TILE_RUNS, runs), tid, nth, tiles)
         tiles_off()
 
     return kernel

@@ -29,6 +29,7 @@ from flashrt.backends.cpu.intrinsics import (
     store_f32,
     word,
 )
+from flashrt.backends.cpu.share import dealt, over_tokens, run_at, runs_of
 from flashrt.backends.cpu.tiles import load_at
 from flashrt.backends.cpu.vector import (
     LANES,
@@ -65,11 +66,11 @@ def page_of(pages, stride, seq, position):
 def kv_write() -> Any:
     """Each token's keys and values into its row of its page."""
 
-    def kernel(tid, nth, row):
+    @inner
+    def body(row, first, last):
         heads, k_bytes, v_bytes = word(row, K.heads), 4 * word(row, K.k_dim), 4 * word(row, K.v_dim)
         line = 4 * word(row, K.dim)
-        count = word(row, K.t) * heads
-        for item in range(count * tid // nth, count * (tid + 1) // nth):
+        for item in range(first * heads, last * heads):
             t, head = item // heads, item % heads
             position = types.int64(load_i32(word(row, K.positions) + 4 * t))
             seq = types.int64(load_i32(word(row, K.seq) + 4 * t))
@@ -79,7 +80,7 @@ def kv_write() -> Any:
             at += heads * 16 * line
             copy_bytes(at, word(row, K.v) + 4 * t * word(row, K.v_stride) + head * v_bytes, v_bytes)
 
-    return kernel
+    return over_tokens(K.t, body)
 
 
 @inner
@@ -340,20 +341,33 @@ def run_length(row, t, most):
     return count
 
 
+@inner
+def attend_all(row, t, end, head, states, scores):
+    """One head of tokens [t, end), at most 16."""
+    while t < end:
+        count = run_length(row, t, end - t)
+        attend(row, t, count, head, states, scores)
+        t += count
+
+
 def attention() -> Any:
     """softmax(q·k·scale)·v over the keys that each token may see."""
 
     def kernel(tid, nth, row):
         heads, tokens = word(row, A.heads), word(row, A.t)
+        states, scores = stack(16 * 128), stack(16 * 64)
+        if dealt(tokens, nth):
+            for i in range(runs_of(tokens, nth)):
+                first, last = run_at(i, tokens, tid, nth)
+                for head in range(heads):
+                    for t in range(first, last, 16):
+                        attend_all(row, t, min(t + 16, last), head, states, scores)
+            return
         size = 16 if tokens >= 64 else 1  # few tokens: single ones spread better over the threads
-        blocks, states, scores = (tokens + size - 1) // size, stack(16 * 128), stack(16 * 64)
+        blocks = (tokens + size - 1) // size
         # in turn: blocks of late tokens see more keys than those of early ones
         for item in range(tid, blocks * heads, nth):
             head, t = item // blocks, size * (item % blocks)
-            end = min(t + size, tokens)
-            while t < end:
-                count = run_length(row, t, end - t)
-                attend(row, t, count, head, states, scores)
-                t += count
+            attend_all(row, t, min(t + size, tokens), head, states, scores)
 
     return kernel

@@ -19,6 +19,7 @@ from flashrt.backends.cpu.intrinsics import (
     store_u8,
     word,
 )
+from flashrt.backends.cpu.share import dealt, over_tokens, run_at, runs_of
 from flashrt.backends.cpu.vector import (
     lane_max,
     load,
@@ -74,10 +75,13 @@ def other(b, step, c, count):
 
 
 @inner
-def part_of(tid, nth, row):
-    """(row, channel, vectors): where a thread's part of the vectors begins, and how many there are."""
-    chunks = (word(row, M.width) + 15) >> 4
-    count = word(row, M.rows) * chunks
+def part_of(i, tid, nth, row):
+    """(row, channel, vectors): where the i-th part of a thread begins, and how many vectors it has."""
+    chunks, tokens = (word(row, M.width) + 15) >> 4, word(row, M.rows)
+    if dealt(tokens, nth):
+        first, last = run_at(i, tokens, tid, nth)
+        return first, 0, (last - first) * chunks
+    count = tokens * chunks
     first = count * tid // nth
     return first // chunks, 16 * (first % chunks), count * (tid + 1) // nth - first
 
@@ -88,15 +92,16 @@ def _binary(function: Any) -> Any:
     def kernel(tid, nth, row):
         width, b_at, step = word(row, M.width), operand(row, M.b_at, M.b), word(row, M.b_step)
         strides = 4 * word(row, M.a_stride), 4 * word(row, M.b_stride), 4 * word(row, M.y_stride)
-        r, c, count = part_of(tid, nth, row)
-        at_a, at_b = word(row, M.a) + r * strides[0], b_at + r * strides[1]
-        at_y = word(row, M.y) + r * strides[2]
-        for _ in range(count):
-            a, b = load(at_a + 4 * c, width - c), other(at_b, step, c, width - c)
-            store(at_y + 4 * c, function(a, b), width - c)
-            c += 16
-            if c >= width:
-                c, at_a, at_b, at_y = 0, at_a + strides[0], at_b + strides[1], at_y + strides[2]
+        for i in range(runs_of(word(row, M.rows), nth)):
+            r, c, count = part_of(i, tid, nth, row)
+            at_a, at_b = word(row, M.a) + r * strides[0], b_at + r * strides[1]
+            at_y = word(row, M.y) + r * strides[2]
+            for _ in range(count):
+                a, b = load(at_a + 4 * c, width - c), other(at_b, step, c, width - c)
+                store(at_y + 4 * c, function(a, b), width - c)
+                c += 16
+                if c >= width:
+                    c, at_a, at_b, at_y = 0, at_a + strides[0], at_b + strides[1], at_y + strides[2]
 
     return kernel
 
@@ -107,13 +112,14 @@ def _unary(function: Any) -> Any:
     def kernel(tid, nth, row):
         width, by = word(row, M.width), spread(types.float32(number(row, M.f64_by)))
         a_stride, y_stride = 4 * word(row, M.a_stride), 4 * word(row, M.y_stride)
-        r, c, count = part_of(tid, nth, row)
-        at_a, at_y = word(row, M.a) + r * a_stride, word(row, M.y) + r * y_stride
-        for _ in range(count):
-            store(at_y + 4 * c, function(load(at_a + 4 * c, width - c), by), width - c)
-            c += 16
-            if c >= width:
-                c, at_a, at_y = 0, at_a + a_stride, at_y + y_stride
+        for i in range(runs_of(word(row, M.rows), nth)):
+            r, c, count = part_of(i, tid, nth, row)
+            at_a, at_y = word(row, M.a) + r * a_stride, word(row, M.y) + r * y_stride
+            for _ in range(count):
+                store(at_y + 4 * c, function(load(at_a + 4 * c, width - c), by), width - c)
+                c += 16
+                if c >= width:
+                    c, at_a, at_y = 0, at_a + a_stride, at_y + y_stride
 
     return kernel
 
@@ -160,9 +166,10 @@ def fill_ones(address, count):
 def copy() -> Any:
     """Rows of bytes from one place to another, by an index when there is one."""
 
-    def kernel(tid, nth, row):
-        count, which, of = word(row, C.rows), word(row, C.which), word(row, C.of)
-        for r in range(count * tid // nth, count * (tid + 1) // nth):
+    @inner
+    def body(row, first, last):
+        which, of = word(row, C.which), word(row, C.of)
+        for r in range(first, last):
             source, y = types.int64(r), word(row, C.y) + r * word(row, C.y_stride)
             if which:
                 source = load_index(which, r, word(row, C.which_bytes))
@@ -172,7 +179,7 @@ def copy() -> Any:
                     continue
             copy_bytes(y, word(row, C.x) + source * word(row, C.x_stride), word(row, C.bytes))
 
-    return kernel
+    return over_tokens(C.rows, body)
 
 
 def round_bf16() -> Any:
@@ -180,11 +187,13 @@ def round_bf16() -> Any:
 
     def kernel(tid, nth, row):
         k, count = word(row, Q.k), word(row, Q.t)
-        padded, width = (count + 31) // 32 * 32, (k + 31) // 32 * 32
-        for t in range(padded * tid // nth, padded * (tid + 1) // nth):
-            x, y = word(row, Q.x) + 4 * t * word(row, Q.x_stride), word(row, Q.y) + t * word(row, Q.y_stride)
-            for c in range(0, width, 16):
-                store_bf16(y + 2 * c, load(x + 4 * c, k - c if t < count else 0))
+        padded, width, out = (count + 31) // 32 * 32, (k + 31) // 32 * 32, word(row, Q.y)
+        for i in range(runs_of(padded, nth)):
+            first, last = run_at(i, padded, tid, nth)
+            for t in range(first, last):
+                x, y = word(row, Q.x) + 4 * t * word(row, Q.x_stride), out + t * word(row, Q.y_stride)
+                for c in range(0, width, 16):
+                    store_bf16(y + 2 * c, load(x + 4 * c, k - c if t < count else 0))
 
     return kernel
 
@@ -192,9 +201,10 @@ def round_bf16() -> Any:
 def quantize() -> Any:
     """Blocks of 32: bytes x/scale, half to even, then the scales (largest magnitude / 127)."""
 
-    def kernel(tid, nth, row):
-        k, count = word(row, Q.k), word(row, Q.t)
-        for t in range(count * tid // nth, count * (tid + 1) // nth):
+    @inner
+    def body(row, first, last):
+        k = word(row, Q.k)
+        for t in range(first, last):
             x, y = word(row, Q.x) + 4 * t * word(row, Q.x_stride), word(row, Q.y) + t * word(row, Q.y_stride)
             for at in range(0, k, 32):
                 n = min(k - at, 32)
@@ -205,4 +215,4 @@ def quantize() -> Any:
                 store_i8(y + at + 16, high / divisor, n - 16)
                 store_f32(y + k + 4 * (at >> 5), scale)
 
-    return kernel
+    return over_tokens(Q.t, body)

@@ -184,10 +184,10 @@ def _linear(instr: micro.Dispatch, ops: Operands, bias: micro.BlockRef | None) -
 def _scratch(function: str, k: int, ops: Operands) -> tuple[tuple[int, int], int]:
     """((address, bytes) of each thread's scratch, multiplications a cycle) of a matrix product."""
     if function.startswith(("linear_vnni.", "linear_i8.")):
-        each = rows.I8_TOKENS * rows.i8_row_bytes(k)
+        each = rows.RUN * rows.i8_row_bytes(k)
         return (ops.scratch(each), each), 16 if "vnni" in function else 4
     if function.startswith("linear_amx."):
-        each = 2048 * ((k + 31) // 32)
+        each = rows.TILE_SCRATCH
         return (ops.scratch(each), each), 128
     return (0, 0), 16
 

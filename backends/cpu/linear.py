@@ -23,6 +23,7 @@ from flashrt.backends.cpu.intrinsics import (
     store_f32,
     word,
 )
+from flashrt.backends.cpu.share import channels_of, over_tokens, product_run, product_runs
 from flashrt.backends.cpu.tiles import element_as_f32, plain_tile, quant_tile
 from flashrt.backends.cpu.vector import lane_sum, load, load_whole, spread, store, store_whole
 
@@ -50,6 +51,14 @@ def finish(row, total, t, channel, count):
     store(word(row, L.y) + 4 * (t * word(row, L.y_stride) + channel), total, count)
 
 
+@inner
+def pad_rows(dst, x, x_stride, tokens, count):
+    """The last `count` < 32 numbers of some rows, with zeros behind."""
+    zero(dst, 2 * tokens)
+    for i in range(tokens):
+        copy_bytes(dst + 128 * i, x + i * x_stride, 4 * count)
+
+
 def quantised(bits: int, minimum: bool) -> Kernel:
     """The kernel of a packed format with groups of 16 channels and blocks of 32."""
     tile8, tile4, tile1 = (quant_tile(bits, minimum, tokens) for tokens in (8, 4, 1))
@@ -71,25 +80,25 @@ def quantised(bits: int, minimum: bool) -> Kernel:
         weights, x_stride = operand(row, L.w_at, L.w), 4 * word(row, L.x_stride)
         groups = (n + 15) >> 4
         acc, padded = stack(8 * 64), stack(8 * 128)
-        for g in range(groups * tid // nth, groups * (tid + 1) // nth):
+        first_group, last_group = channels_of(groups, t_count, tid, nth)
+        for g in range(first_group, last_group):
             q = weights + g * blocks * block_bytes
             s = q + blocks * quant_bytes
             m = s + blocks * 32
-            t = 0
-            while t < t_count:
-                left = t_count - t
-                tokens = 8 if left >= 8 else (4 if left >= 4 else 1)
-                x = word(row, L.x) + t * x_stride
-                zero(acc, tokens)
-                add(tokens, q, s, m, whole, x, x_stride, acc)
-                if tail:
-                    zero(padded, 2 * tokens)
+            for run in range(product_runs(t_count, nth)):
+                t, end = product_run(run, t_count, tid, nth)
+                while t < end:
+                    tokens = 8 if end - t >= 8 else (4 if end - t >= 4 else 1)
+                    x = word(row, L.x) + t * x_stride
+                    zero(acc, tokens)
+                    add(tokens, q, s, m, whole, x, x_stride, acc)
+                    if tail:
+                        pad_rows(padded, x + 128 * whole, x_stride, tokens, tail)
+                        at = whole * quant_bytes, 32 * whole
+                        add(tokens, q + at[0], s + at[1], m + at[1], 1, padded, 128, acc)
                     for i in range(tokens):
-                        copy_bytes(padded + 128 * i, x + i * x_stride + 128 * whole, 4 * tail)
-                    add(tokens, q + whole * quant_bytes, s + 32 * whole, m + 32 * whole, 1, padded, 128, acc)
-                for i in range(tokens):
-                    finish(row, load_whole(acc + 64 * i), t + i, 16 * g, n - 16 * g)
-                t += tokens
+                        finish(row, load_whole(acc + 64 * i), t + i, 16 * g, n - 16 * g)
+                    t += tokens
 
     return kernel
 
@@ -130,31 +139,38 @@ def plain(element: str) -> Kernel:
         else:
             tail11(padded, 64, padded + 256, 64, 1, acc)
 
-    def kernel(tid, nth, row):
-        n, k, t_count = word(row, L.n), word(row, L.k), word(row, L.t)
+    @inner
+    def some_channels(row, channel, channels, t, end, acc, padded, sums):
+        """1 or 4 channels of tokens [t, end)."""
+        k, x_stride = word(row, L.k), 4 * word(row, L.x_stride)
         steps, tail = k >> 4, k & 15
-        weights, x_stride = operand(row, L.w_at, L.w), 4 * word(row, L.x_stride)
+        w = operand(row, L.w_at, L.w) + channel * k * size
+        while t < end:
+            tokens = 4 if end - t >= 4 else 1
+            x = word(row, L.x) + t * x_stride
+            zero(acc, channels * tokens)
+            add(channels, tokens, w, k * size, x, x_stride, steps, acc)
+            if tail:
+                add_tail(channels, tokens, w + 16 * size * steps, k * size,
+                         x + 64 * steps, x_stride, tail, acc, padded)  # fmt: skip
+            for i in range(tokens):
+                for c in range(channels):
+                    store_f32(sums + 4 * c, lane_sum(load_whole(acc + 64 * (c * tokens + i))))
+                finish(row, load(sums, channels), t + i, channel, channels)
+            t += tokens
+
+    def kernel(tid, nth, row):
+        n, t_count = word(row, L.n), word(row, L.t)
         acc, padded, sums = stack(16 * 64), stack(8 * 64), stack(64)
-        blocks = (n + 3) >> 2
-        for block in range(blocks * tid // nth, blocks * (tid + 1) // nth):
-            channel, end = 4 * block, min(n, 4 * block + 4)
-            while channel < end:
-                channels = 4 if end - channel == 4 else 1
-                w, t = weights + channel * k * size, 0
-                while t < t_count:
-                    tokens = 4 if t_count - t >= 4 else 1
-                    x = word(row, L.x) + t * x_stride
-                    zero(acc, channels * tokens)
-                    add(channels, tokens, w, k * size, x, x_stride, steps, acc)
-                    if tail:
-                        add_tail(channels, tokens, w + 16 * size * steps, k * size,
-                                 x + 64 * steps, x_stride, tail, acc, padded)  # fmt: skip
-                    for i in range(tokens):
-                        for c in range(channels):
-                            store_f32(sums + 4 * c, lane_sum(load_whole(acc + 64 * (c * tokens + i))))
-                        finish(row, load(sums, channels), t + i, channel, channels)
-                    t += tokens
-                channel += channels
+        first_block, last_block = channels_of((n + 3) >> 2, t_count, tid, nth)
+        for block in range(first_block, last_block):
+            for run in range(product_runs(t_count, nth)):
+                t, end = product_run(run, t_count, tid, nth)
+                if n - 4 * block >= 4:
+                    some_channels(row, 4 * block, 4, t, end, acc, padded, sums)
+                else:
+                    for channel in range(4 * block, n):
+                        some_channels(row, channel, 1, t, end, acc, padded, sums)
 
     return kernel
 
@@ -167,10 +183,11 @@ def fill_nan(address, count):
 
 
 def _embedding(decode: Any) -> Kernel:
-    def kernel(tid, nth, row):
-        t_count, v, c = word(row, E.t), word(row, E.v), word(row, E.c)
+    @inner
+    def body(row, first, last):
+        v, c = word(row, E.v), word(row, E.c)
         weights = operand(row, E.w_at, E.w)
-        for t in range(t_count * tid // nth, t_count * (tid + 1) // nth):
+        for t in range(first, last):
             id = load_index(word(row, E.ids), t, word(row, E.id_bytes))
             y = word(row, E.y) + 4 * t * word(row, E.y_stride)
             if 0 <= id < v:
@@ -178,7 +195,7 @@ def _embedding(decode: Any) -> Kernel:
             else:
                 fill_nan(y, c)
 
-    return kernel
+    return over_tokens(E.t, body)
 
 
 def plain_embedding(element: str) -> Kernel:

@@ -9,6 +9,7 @@ from numba import types
 
 from flashrt.backends.cpu import rows
 from flashrt.backends.cpu.intrinsics import inner, number, operand, stack, word
+from flashrt.backends.cpu.share import over_tokens
 from flashrt.backends.cpu.vector import fma, lane_sum, load, spread, store
 
 N = rows.Norm(*range(len(rows.Norm._fields)))
@@ -44,12 +45,12 @@ def part(v, count):
 
 
 def _norm(centred: bool) -> Any:
-    def kernel(tid, nth, row):
+    @inner
+    def body(row, first, last):
         groups, width, size = word(row, N.groups), word(row, N.width), word(row, N.w_size)
         w, b = operand(row, N.w_at, N.w), operand(row, N.b_at, N.b)
         eps, offset = number(row, N.f64_eps), spread(types.float32(number(row, N.f64_offset)))
-        count = word(row, N.t) * groups
-        for item in range(count * tid // nth, count * (tid + 1) // nth):
+        for item in range(first * groups, last * groups):
             t, g = item // groups, item % groups
             x = word(row, N.x) + 4 * (t * word(row, N.x_stride) + g * width)
             y = word(row, N.y) + 4 * (t * word(row, N.y_stride) + g * width)
@@ -65,7 +66,7 @@ def _norm(centred: bool) -> Any:
                     v = v + load(b + at + 4 * c, width - c)
                 store(y + 4 * c, v, width - c)
 
-    return kernel
+    return over_tokens(N.t, body)
 
 
 def rms_norm() -> Any:

@@ -10,6 +10,7 @@ from numba import types
 from flashrt.backends.cpu import rows
 from flashrt.backends.cpu.intrinsics import (
     copy_bytes,
+    inner,
     load_f32,
     load_index,
     number,
@@ -17,6 +18,7 @@ from flashrt.backends.cpu.intrinsics import (
     store_f32,
     word,
 )
+from flashrt.backends.cpu.share import over_tokens
 from flashrt.backends.cpu.vector import load, store
 
 T = rows.RopeTable(*range(len(rows.RopeTable._fields)))
@@ -26,10 +28,11 @@ R = rows.Rope(*range(len(rows.Rope._fields)))
 def rope_table() -> Any:
     """Angles are float32 products, as models define them; their cosines are right to the last bit."""
 
-    def kernel(tid, nth, row):
-        count, half = word(row, T.t), word(row, T.half)
+    @inner
+    def body(row, first, last):
+        half = word(row, T.half)
         frequencies, scale = operand(row, T.w_at, T.w), types.float32(number(row, T.f64_scale))
-        for t in range(count * tid // nth, count * (tid + 1) // nth):
+        for t in range(first, last):
             position = types.float32(load_index(word(row, T.positions), t, word(row, T.position_bytes)))
             y = word(row, T.y) + 4 * t * word(row, T.y_stride)
             for i in range(half):
@@ -37,16 +40,16 @@ def rope_table() -> Any:
                 store_f32(y + 4 * i, types.float32(math.cos(angle)) * scale)
                 store_f32(y + 4 * (half + i), types.float32(math.sin(angle)) * scale)
 
-    return kernel
+    return over_tokens(T.t, body)
 
 
 def rope() -> Any:
     """Halves x1, x2 of a head's first channels: x1·cos - x2·sin, x2·cos + x1·sin; the rest is copied."""
 
-    def kernel(tid, nth, row):
+    @inner
+    def body(row, first, last):
         heads, dim, half = word(row, R.heads), word(row, R.dim), word(row, R.half)
-        count = word(row, R.t) * heads
-        for item in range(count * tid // nth, count * (tid + 1) // nth):
+        for item in range(first * heads, last * heads):
             t, head = item // heads, item % heads
             x = word(row, R.x) + 4 * (t * word(row, R.x_stride) + head * dim)
             y = word(row, R.y) + 4 * (t * word(row, R.y_stride) + head * dim)
@@ -60,4 +63,4 @@ def rope() -> Any:
             if dim > 2 * half:
                 copy_bytes(y + 8 * half, x + 8 * half, 4 * (dim - 2 * half))
 
-    return kernel
+    return over_tokens(R.t, body)

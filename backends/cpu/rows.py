@@ -245,7 +245,11 @@ class Sample(NamedTuple):
     scratch_stride: Dim
 
 
-I8_TOKENS = 32  # tokens whose activations a thread prepares at a time (vnni.py)
+RUN = 32  # tokens that are taken together (share.py)
+TILE = 1024  # bytes of an AMX tile
+TILE_BLOCKS = 12  # blocks of K whose weight tiles (24 KB) stay in the first-level cache for all tokens
+TILE_RUNS = 32  # runs of tokens that a thread keeps sums of at a time
+TILE_SCRATCH = 2 * TILE * TILE_BLOCKS + TILE_RUNS * RUN * 128  # bytes: weight tiles, sums f32[tokens][32]
 
 
 def i8_row_bytes(k: int) -> int:

@@ -36,7 +36,8 @@ from flashrt.backends.cpu.intrinsics import (
     word,
 )
 from flashrt.backends.cpu.linear import Kernel, L, finish, zero
-from flashrt.backends.cpu.rows import I8_TOKENS, i8_row_bytes
+from flashrt.backends.cpu.rows import i8_row_bytes
+from flashrt.backends.cpu.share import channels_of, product_run, product_runs
 from flashrt.backends.cpu.tiles import VH, Totals, ints, load_at
 from flashrt.backends.cpu.vector import LANES, VI, V, call, load_whole, muladd, splat
 from flashrt.layouts import BLOCK
@@ -207,11 +208,12 @@ def quantised_i8(bits: int, minimum: bool, vnni: bool) -> Kernel:
         n, k, t_count = word(row, L.n), word(row, L.k), word(row, L.t)
         groups, stride = (n + 15) >> 4, row_bytes(k)
         a, acc = word(row, L.scratch) + tid * word(row, L.scratch_stride), stack(8 * 64)
-        for first in range(0, t_count, I8_TOKENS):
-            count = min(t_count - first, I8_TOKENS)
-            for t in range(count):
-                prepare(word(row, L.x) + (first + t) * word(row, L.x_stride), k, a + t * stride)
-            for g in range(groups * tid // nth, groups * (tid + 1) // nth):
-                group(row, g, first, count, a, stride, acc)
+        first_group, last_group = channels_of(groups, t_count, tid, nth)
+        for run in range(product_runs(t_count, nth)):
+            first, end = product_run(run, t_count, tid, nth)
+            for t in range(first, end):
+                prepare(word(row, L.x) + t * word(row, L.x_stride), k, a + (t - first) * stride)
+            for g in range(first_group, last_group):
+                group(row, g, first, end - first, a, stride, acc)
 
     return kernel
