@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import flashrt
 from flashrt.frontend.imported import Imported
 from flashrt.ir import logical, micro, physical
-from flashrt.ir.ops import LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
+from flashrt.ir.ops import ATTENTION_BF16, ATTENTION_EXACT, LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
 from flashrt.ir.types import Symbol
 from flashrt.llm.scheduler import history_size
 from flashrt.machine import Machine
@@ -160,8 +160,10 @@ def _plan(
             on_stage(Stage(variant, name, now - last, value))
         last = time.perf_counter()
 
+    numerics = numerics_of(options.numerics, variant, machine)
     chosen = pipeline.Options(
-        numerics=numerics_of(options.numerics, variant, machine),
+        numerics=numerics,
+        attention=attention_of(numerics, machine),
         disabled=frozenset(options.without),
         weight_bytes=room,
     )
@@ -175,6 +177,12 @@ def numerics_of(mode: str, variant: str, machine: Machine) -> str:
     wanted = MODES[mode].get(variant, MODES[mode]["small"])
     kernel = "linear.q4.16x32"
     return next((n for n in wanted if any(d.supports(kernel, n) for d in machine.devices)), LINEAR_EXACT)
+
+
+def attention_of(numerics: str, machine: Machine) -> str:
+    """Numerics of a variant's attention: bf16 beside products in bf16, where a device has it."""
+    able = any(d.supports("attention", ATTENTION_BF16) for d in machine.devices)
+    return ATTENTION_BF16 if numerics == LINEAR_BF16 and able else ATTENTION_EXACT
 
 
 @cache

@@ -6,7 +6,7 @@
     tag        kinds of device each node may run on
     cost       time, bytes and flops of every node on every device
     shard      which nodes may be split, and whether that could pay
-    place      a device for every node                     logical → physical
+    place      a device for every node, or a share of it   logical → physical
     transfer   every edge between devices is a node
     lower      serial micro-instructions                   physical → micro
     ------------------------------------------------------ correct up to here; faster from here on
@@ -28,26 +28,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from flashrt.errors import PlanError
 from flashrt.ir import logical, micro, physical
-from flashrt.ir.ops import LINEAR_EXACT
+from flashrt.ir.clock import simulate
+from flashrt.ir.ops import ATTENTION_EXACT, LINEAR_EXACT
 from flashrt.machine import Machine
+from flashrt.passes.budget import room_of
 from flashrt.passes.cost import aligned, cost
 from flashrt.passes.elide import elide
 from flashrt.passes.fuse import fuse
 from flashrt.passes.lower import lower
 from flashrt.passes.overlap import overlap
 from flashrt.passes.pack import pack
-from flashrt.passes.place import place
+from flashrt.passes.pins import Pin
+from flashrt.passes.place import Placement, placements
 from flashrt.passes.precision import precision
 from flashrt.passes.prefetch import prefetch
 from flashrt.passes.recognise import recognise
 from flashrt.passes.region import region
 from flashrt.passes.shard import shard
 from flashrt.passes.tag import tag
+from flashrt.passes.task import Earlier
 from flashrt.passes.transfer import transfer
 
+GAIN = 0.01  # of a step's time, that several devices have to save
+WARM = 3  # steps until a ring is as it will always be
 Check = Callable[[str, object], None]  # called with a pass's name and what it made
 
 
@@ -55,19 +62,23 @@ Check = Callable[[str, object], None]  # called with a pass's name and what it m
 class Options:
     """What a user may choose.
 
-    numerics, exclude: how products are computed, and which stay exact (see `precision`).
+    numerics, attention, exclude: how products and attention are computed, and which products stay exact
+    (see `precision`).
     devices: ids to choose from (None: all). disabled: performance passes to leave out.
     window: blocks that loading may run ahead. weight_bytes: what the weights of a device may take, ring
     included (devices left out: what its budget leaves); variants that are to share their weights need
-    the same.
+    the same. pins: what the user placed. earlier: the variants that were planned before this one.
     """
 
     numerics: str = LINEAR_EXACT
+    attention: str = ATTENTION_EXACT
     exclude: tuple[str, ...] = ()
     devices: tuple[str, ...] | None = None
     disabled: frozenset[str] = frozenset()
     window: int = 4
     weight_bytes: Mapping[str, int] = field(default_factory=dict)
+    pins: tuple[Pin, ...] = ()
+    earlier: Earlier = field(default_factory=Earlier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +112,44 @@ def compile_graph(
         PlanError: no plan can be made, or an option names nothing known.
     """
     options = options or Options()
-    check = check or (lambda name, value: None)
+    check = check or _unchecked
+    return plan(prepare(graph, options, check=check), machine, options, check=check)
+
+
+def _unchecked(name: str, value: object) -> None:
+    """Looks at nothing."""
+
+
+def prepare(graph: logical.Graph, options: Options, *, check: Check = _unchecked) -> logical.Graph:
+    """The passes on the logical graph: what is placed. Raises PlanError as `compile_graph` does."""
     check_names(options.disabled)
     for name, rewrite in _rewrites(options):
         graph = rewrite(graph)
         check(name, graph)
+    return graph
+
+
+def plan(
+    graph: logical.Graph, machine: Machine, options: Options, *, check: Check = _unchecked
+) -> Planned:
+    """Places a prepared graph and lowers it. Raises PlanError as `compile_graph` does."""
     placed = _placed(graph, machine, options, check)
+    stream = _lowered(placed, machine, options, check)
+    _within(placed.budgets, stream)
+    return Planned(graph, placed, stream)
+
+
+def _lowered(
+    placed: physical.Graph, machine: Machine, options: Options, check: Check = _unchecked
+) -> micro.Stream:
     stream = lower(placed, machine)
     check("lower", stream)
-    room = weight_room(placed.budgets) | dict(options.weight_bytes)
+    room = room_of(placed.budgets, options.earlier.reserve) | dict(options.weight_bytes)
     for name, faster in PERFORMANCE.items():
         if name not in options.disabled:
             stream = faster(stream, options, room)
             check(name, stream)
-    _within(placed.budgets, stream)
-    return Planned(graph, placed, stream)
+    return stream
 
 
 def check_names(disabled: Iterable[str]) -> None:
@@ -133,7 +167,9 @@ def _rewrites(options: Options) -> Sequence[tuple[str, Callable[[logical.Graph],
     return (
         ("recognise", lambda g: recognise(g) if any("." in n.op for n in g.nodes) else g),
         ("fuse", fuse),
-        ("precision", lambda g: precision(g, numerics=options.numerics, exclude=options.exclude)),
+        ("precision", partial(
+                precision, numerics=options.numerics, attention=options.attention, exclude=options.exclude
+            )),
         ("tag", tag),
     )
 
@@ -143,11 +179,41 @@ def _placed(graph: logical.Graph, machine: Machine, options: Options, check: Che
     check("cost", costs)
     cuts = shard(graph, costs, machine)
     check("shard", cuts)
-    whole = place(graph, costs, machine, cuts=cuts, devices=options.devices)
+    ways = placements(
+        graph, costs, machine, cuts=cuts, devices=options.devices, pins=options.pins, earlier=options.earlier
+    )
+    whole = ways[0].graph if len(ways) == 1 else _quickest(ways, machine, options)
     check("place", whole)
     placed = transfer(whole, machine)
     check("transfer", placed)
     return placed
+
+
+def _quickest(ways: Sequence[Placement], machine: Machine, options: Options) -> physical.Graph:
+    """The way whose steps take the least time by the clock; several devices only where they gain by it.
+
+    Raises PlanError when none is within the budgets once its memory is laid out.
+    """
+    best: tuple[float, physical.Graph] | None = None
+    beyond: PlanError | None = None
+    for way in ways:  # none takes less than was predicted, but for what is left out of the stream
+        if best is not None and way.total > best[0] * (1 + GAIN):
+            break
+        try:
+            placed = transfer(way.graph, machine)
+            stream = _lowered(placed, machine, options)
+            _within(placed.budgets, stream)
+        except PlanError as error:
+            beyond = beyond or error
+            continue
+        several = len({n.device for n in way.graph.nodes}) > 1
+        time = simulate(stream, {}, WARM).step_time * (1 + GAIN * several)
+        if best is None or time < best[0]:
+            best = time, way.graph
+    if best is None:
+        assert beyond is not None
+        raise beyond
+    return best[1]
 
 
 def _within(budgets: Sequence[physical.Budget], stream: micro.Stream) -> None:
@@ -158,9 +224,10 @@ def _within(budgets: Sequence[physical.Budget], stream: micro.Stream) -> None:
     for block in stream.blocks:
         held[block.device] += aligned(block.bytes) if block.home == "resident" else 0
     for budget in budgets:
-        if held[budget.device] > budget.limit:
+        taken = held[budget.device] - budget.shared
+        if taken > budget.limit:
             raise PlanError(
-                f"{stream.name} takes {held[budget.device]} bytes of {budget.device}, "
+                f"{stream.name} takes {taken} bytes of {budget.device}, "
                 f"its budget is {budget.limit}",
                 hint="give its weights less room (weight_bytes), or plan fewer tokens a step",
             )
@@ -168,4 +235,4 @@ def _within(budgets: Sequence[physical.Budget], stream: micro.Stream) -> None:
 
 def weight_room(budgets: Sequence[physical.Budget]) -> dict[str, int]:
     """Bytes that state and activations leave for the weights of each device."""
-    return {b.device: b.limit - b.state - b.activations for b in budgets}
+    return dict(room_of(budgets, {}))

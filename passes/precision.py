@@ -7,22 +7,28 @@ from dataclasses import replace
 
 from flashrt.errors import PlanError
 from flashrt.ir import logical
-from flashrt.ir.ops import EXACT, LINEAR_BF16, LINEAR_EXACT, LINEAR_I8, OPS
+from flashrt.ir.ops import ATTENTION_EXACT, EXACT, LINEAR_BF16, LINEAR_EXACT, LINEAR_F16, LINEAR_I8, OPS
 from flashrt.ir.text import show_node
 from flashrt.ir.types import Weight
 from flashrt.layouts import LAYOUTS
 
-NUMERICS = (LINEAR_EXACT, LINEAR_I8, LINEAR_BF16)
+NUMERICS = (LINEAR_EXACT, LINEAR_I8, LINEAR_BF16, LINEAR_F16)
 
 
 def precision(
-    graph: logical.Graph, *, numerics: str = LINEAR_EXACT, exclude: Sequence[str] = ()
+    graph: logical.Graph,
+    *,
+    numerics: str = LINEAR_EXACT,
+    attention: str = ATTENTION_EXACT,
+    exclude: Sequence[str] = (),
 ) -> logical.Graph:
     """node, weight → node numerics=…, weight layout=…
 
     numerics: how linears are computed. With "act=i8/32 acc=f32" those whose weights are
     quantised round their input to INT8 in blocks of 32, with "act=bf16 acc=f32" they round
-    both sides to bf16; products with plain weights stay exact.
+    both sides to bf16, with "act=f16 acc=f32" to f16 (only NPUs have that); products with
+    plain weights stay exact.
+    attention: how attention is computed; "act=bf16 …" rounds queries, keys, values and weights to bf16.
     exclude: operations or names, or dotted parts of names (`lm_head`, `layers.0`); linears among them
     stay exact, and so does a joint linear with such a part.
 
@@ -33,7 +39,10 @@ def precision(
         raise PlanError(f"unknown numerics {numerics!r}", hint=f"known: {', '.join(map(repr, NUMERICS))}")
     weights = {f"@{w.name}": _stored(w, graph) for w in graph.weights}
     exact = _excluded(graph, exclude)
-    nodes = tuple(replace(n, numerics=_numerics(n, weights, numerics, exact)) for n in graph.nodes)
+    nodes = tuple(
+        replace(n, numerics=attention if n.op == "attention" else _numerics(n, weights, numerics, exact))
+        for n in graph.nodes
+    )
     return replace(graph, weights=tuple(weights.values()), nodes=nodes)
 
 

@@ -42,7 +42,7 @@ _SUMS, _TOKENS, _WEIGHTS = (0, 1), 2, 3
 VW = ir.VectorType(I16, 2 * LANES)
 
 
-def _tile(b: ir.IRBuilder, name: str, *args: Any) -> None:
+def tile(b: ir.IRBuilder, name: str, *args: Any) -> None:
     """Calls an instruction on tiles; plain numbers are register numbers."""
     values = [I8(a) if isinstance(a, int) else a for a in args]
     kind = ir.FunctionType(ir.VoidType(), [v.type for v in values])
@@ -56,7 +56,7 @@ def tiles_on(typing, config):
     def codegen(context, b, signature, args):
         words = [1] + [0] * 3 + [64 | 64 << 16] * 4 + [0] * 4 + [0x10101010] * 2 + [0] * 2
         b.store(ir.Constant(VI, words), at(b, args[0], VI)).align = 4
-        _tile(b, "ldtilecfg", at(b, args[0], I8))
+        tile(b, "ldtilecfg", at(b, args[0], I8))
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -67,7 +67,7 @@ def tiles_off(typing):
     """Gives the tiles back, so that a change of threads needn't save them."""
 
     def codegen(context, b, signature, args):
-        _tile(b, "tilerelease")
+        tile(b, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -86,24 +86,24 @@ def tile_product(typing, x, x_stride, w, blocks, sums, first):
         with b.if_else(b.icmp_signed("!=", first, I64(0))) as (then, otherwise):
             with then:
                 for i in range(2):
-                    _tile(b, "tilezero", _SUMS[i])
+                    tile(b, "tilezero", _SUMS[i])
             with otherwise:
                 for i in range(2):
-                    _tile(b, "tileloadd64", _SUMS[i], at_sums[i], I64(128))
+                    tile(b, "tileloadd64", _SUMS[i], at_sums[i], I64(128))
         with cgutils.for_range(b, blocks) as loop:
             at_w = b.add(w, b.mul(loop.index, I64(2 * TILE)))
-            _tile(b, "tileloadd64", _TOKENS, at(b, b.add(x, b.mul(loop.index, I64(64))), I8), x_stride)
+            tile(b, "tileloadd64", _TOKENS, at(b, b.add(x, b.mul(loop.index, I64(64))), I8), x_stride)
             for i in range(2):
-                _tile(b, "tileloadd64", _WEIGHTS, at(b, b.add(at_w, I64(TILE * i)), I8), I64(64))
-                _tile(b, "tdpbf16ps", _SUMS[i], _TOKENS, _WEIGHTS)
+                tile(b, "tileloadd64", _WEIGHTS, at(b, b.add(at_w, I64(TILE * i)), I8), I64(64))
+                tile(b, "tdpbf16ps", _SUMS[i], _TOKENS, _WEIGHTS)
         for i in range(2):
-            _tile(b, "tilestored64", _SUMS[i], at_sums[i], I64(128))
+            tile(b, "tilestored64", _SUMS[i], at_sums[i], I64(128))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), codegen
 
 
-def _pairs(b: ir.IRBuilder, even: ir.Value, odd: ir.Value) -> ir.Value:
+def pairs(b: ir.IRBuilder, even: ir.Value, odd: ir.Value) -> ir.Value:
     """Each lane of both, rounded to bf16, side by side: one row of a weight tile."""
     # all of even, then all of odd
     apart = call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", VW, odd, even)
@@ -128,7 +128,7 @@ def weight_tile(bits: int, minimum: bool) -> Any:
                 }
                 for k in sorted(weights)[::2]:
                     row = at(b, b.add(dst, I64(32 * k)), VW)
-                    b.store(_pairs(b, weights[k], weights[k + 1]), row).align = 64
+                    b.store(pairs(b, weights[k], weights[k + 1]), row).align = 64
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 4), codegen

@@ -19,7 +19,7 @@ from flashrt.backends.cpu.cache import function_of
 from flashrt.backends.cpu.kernels import KERNELS, offered
 from flashrt.errors import PlanError
 from flashrt.ir import micro, text
-from flashrt.ir.ops import LINEAR_EXACT
+from flashrt.ir.ops import ATTENTION_EXACT, LINEAR_EXACT
 from flashrt.ir.types import DTYPES, Dim, ceildiv, product, size
 from flashrt.layouts import LAYOUTS
 
@@ -257,13 +257,19 @@ def _attention(instr: micro.Dispatch, ops: Operands) -> Encoded:
     kv, kv_heads, dim = ops.state(instr)
     sinks: tuple[Dim, Dim] = ops.either(instr.args[4]) if len(instr.args) > 4 else (0, 0)
     causal = instr.attr("causal", True)
+    function = function_of("attention", instr.numerics or ATTENTION_EXACT)
+    assert function is not None, instr
+    scratch: tuple[int, int] = (0, 0)
+    if function == "attention_tiles":
+        each = rows.attention_bytes(whole(instr, "head_dim"), whole(instr, "value_dim"))
+        scratch = ops.scratch(each), each
     fields = rows.Attention(
         q.address, q.stride, positions.address, seq.address, pages.address, pages.stride, kv, *sinks,
         y.address, y.stride, q.rows, whole(instr, "heads"), kv_heads, whole(instr, "head_dim"),
         whole(instr, "value_dim"), dim, whole(instr, "window"), int(causal is None or bool(causal)),
-        real(instr, "scale", 1.0), real(instr, "softcap"),
+        real(instr, "scale", 1.0), real(instr, "softcap"), *scratch,
     )  # fmt: skip
-    return Encoded("attention", fields, q.rows * q.width * 100)
+    return Encoded(function, fields, q.rows * q.width * 100)
 
 
 def _binary(kernel: str, cycles: float) -> Callable[[micro.Dispatch, Operands], Encoded]:

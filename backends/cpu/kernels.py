@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flashrt.ir.ops import EXACT, LINEAR_BF16, LINEAR_EXACT, LINEAR_I8, OPS
+from flashrt.ir.ops import (
+    ATTENTION_BF16,
+    ATTENTION_EXACT,
+    EXACT,
+    LINEAR_BF16,
+    LINEAR_EXACT,
+    LINEAR_I8,
+)
 from flashrt.layouts import LAYOUTS, Layout
 
 
@@ -23,6 +30,7 @@ class KernelEntry:
     requires: frozenset[str] = frozenset()
 
 
+TILES = frozenset({"avx512f", "avx512bw", "avx512bf16", "amx-tile", "amx-bf16"})
 _ACTS = ("silu", "gelu", "gelu_tanh", "relu", "tanh", "sigmoid")
 
 
@@ -50,8 +58,7 @@ def _i8(layout: Layout) -> dict[str, KernelEntry]:
 
 def _bf16(layout: Layout) -> dict[str, KernelEntry]:
     """The product with bf16 activations, in tiles."""
-    requires = frozenset({"f16c", "avx512f", "avx512bw", "avx512bf16", "amx-tile", "amx-bf16"})
-    entry = KernelEntry("amx", "quantised_bf16", (layout.bits, layout.minimum), requires=requires)
+    entry = KernelEntry("amx", "quantised_bf16", (layout.bits, layout.minimum), requires=TILES | {"f16c"})
     return {f"linear_amx.{layout.name}": entry}
 
 
@@ -66,6 +73,7 @@ KERNELS: Mapping[str, KernelEntry] = {
     "rope": KernelEntry("rope", "rope"),
     "kv_write": KernelEntry("attention", "kv_write"),
     "attention": KernelEntry("attention", "attention"),
+    "attention_tiles": KernelEntry("attention_tiles", "attention", requires=TILES),
     "add": KernelEntry("elementwise", "add"),
     "mul": KernelEntry("elementwise", "mul"),
     "scale": KernelEntry("elementwise", "scale"),
@@ -87,11 +95,14 @@ _LINEARS: Mapping[str, tuple[str, ...]] = {
     LINEAR_I8: ("linear_vnni", "linear_i8"),
     LINEAR_BF16: ("linear_amx",),
 }
+_ATTENTIONS: Mapping[str, str] = {ATTENTION_EXACT: "attention", ATTENTION_BF16: "attention_tiles"}
 
 
 def candidates(kernel: str, numerics: str) -> tuple[str, ...]:
     """Names in KERNELS that compute what a dispatch names, the fastest first."""
     op, _, layout = kernel.partition("+")[0].partition(".")
+    if op == "attention":
+        return tuple(name for n, name in _ATTENTIONS.items() if n == numerics)
     if op != "linear":
         return (kernel.partition("+")[0],)
     return tuple(n for n in (f"{name}.{layout}" for name in _LINEARS.get(numerics, ())) if n in KERNELS)
@@ -109,6 +120,6 @@ def offered() -> tuple[tuple[str, str], ...]:
     kinds = [(x, n) for n in _LINEARS for x in LAYOUTS if candidates(f"linear.{x}", n)]
     linears = [(f"linear.{x}{e}", n) for x, n in kinds for e in EPILOGUES]
     tables = [(f"embedding.{x}", EXACT) for x in LAYOUTS]
-    attention = OPS["attention"].numerics
+    attentions = [("attention", n) for n in _ATTENTIONS]
     plain = [(name, EXACT) for name in _PLAIN]
-    return (*linears, *tables, *plain, ("attention", attention), ("kv_write", attention), ("kv_write", EXACT))
+    return (*linears, *tables, *plain, *attentions, ("kv_write", EXACT))

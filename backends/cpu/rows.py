@@ -146,7 +146,7 @@ class KvWrite(NamedTuple):
 class Attention(NamedTuple):
     """y[T, heads*v_dim] = attention of q[T, heads*k_dim] over kv[P,2,kv_heads,16,dim].
 
-    window, softcap: 0 is none.
+    window, softcap: 0 is none. scratch: of each thread, scratch_stride bytes apart; 0 where none is needed.
     """
 
     q: Dim
@@ -170,6 +170,8 @@ class Attention(NamedTuple):
     causal: Dim
     f64_scale: Dim
     f64_softcap: Dim
+    scratch: Dim = 0
+    scratch_stride: Dim = 0
 
 
 class Map(NamedTuple):
@@ -250,6 +252,19 @@ TILE = 1024  # bytes of an AMX tile
 TILE_BLOCKS = 12  # blocks of K whose weight tiles (24 KB) stay in the first-level cache for all tokens
 TILE_RUNS = 32  # runs of tokens that a thread keeps sums of at a time
 TILE_SCRATCH = 2 * TILE * TILE_BLOCKS + TILE_RUNS * RUN * 128  # bytes: weight tiles, sums f32[tokens][32]
+
+
+ATTENTION_TILES = 8  # tiles of 16 queries that a block of keys is used for (attention_tiles.py)
+
+
+def attention_bytes(k_dim: int, v_dim: int) -> int:
+    """A thread's scratch: queries, sums, states of the tiles; keys, values, scores, weights of a block."""
+    deep, wide = (k_dim + 31) // 32, (v_dim + 15) // 16
+    return (
+        (ATTENTION_TILES + 2) * TILE * deep
+        + (ATTENTION_TILES + 1) * TILE * wide
+        + ATTENTION_TILES * (256 + 3 * TILE)
+    )
 
 
 def i8_row_bytes(k: int) -> int:

@@ -9,13 +9,14 @@ row p % 16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from flashrt.backends.reference.arrays import F32, Array, AttrMap, real
-from flashrt.ir.ops import PAGE
+from flashrt.backends.reference.quants import round_bf16
+from flashrt.ir.ops import ATTENTION_BF16, ATTENTION_EXACT, PAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,11 @@ class Shape:
         return Shape(**{**given, "window": given.get("window") or 0, "softcap": given.get("softcap") or 0.0})
 
 
-def step(inputs: Sequence[Array], kv: F32, shape: Shape) -> F32:
+def step(inputs: Sequence[Array], kv: F32, shape: Shape, numerics: str = ATTENTION_EXACT) -> F32:
     """Both kernels: inputs are q, k, v, positions, seq, pages and, with sinks, sinks."""
     q, k, v, positions, seq, pages, *sinks = inputs
     kv_write(kv, shape, k, v, positions, seq, pages)
-    return attention(kv, shape, q, positions, seq, pages, *sinks)
+    return attention(kv, shape, q, positions, seq, pages, *sinks, numerics=numerics)
 
 
 def kv_write(kv: F32, shape: Shape, k: Array, v: Array, positions: Array, seq: Array, pages: Array) -> None:
@@ -54,7 +55,14 @@ def kv_write(kv: F32, shape: Shape, k: Array, v: Array, positions: Array, seq: A
 
 
 def attention(
-    kv: F32, shape: Shape, q: Array, positions: Array, seq: Array, pages: Array, sinks: Array | None = None
+    kv: F32,
+    shape: Shape,
+    q: Array,
+    positions: Array,
+    seq: Array,
+    pages: Array,
+    sinks: Array | None = None,
+    numerics: str = ATTENTION_EXACT,
 ) -> F32:
     """q[T, Hq*head_dim] → [T, Hq*value_dim]: each token attends to the written keys of its sequence.
 
@@ -62,6 +70,7 @@ def attention(
     sequence has in this step. window > 0: only to p > own − window. Scores are q·k·scale, then
     softcap·tanh(score/softcap) when softcap > 0; softmax in f32. Query head h reads key head
     h // (Hq/Hk). sinks[Hq]: one more logit per head, which takes probability but has no value.
+    With "act=bf16 …" queries, keys, values and weights are rounded to bf16 before their products.
     """
     out = np.zeros((len(positions), shape.heads * shape.value_dim), np.float32)
     for s in np.unique(seq):
@@ -70,16 +79,20 @@ def attention(
         table = kv[pages[s, : -(-length // PAGE)]]  # [pages, 2, Hk, 16, D]
         rows = table.transpose(1, 2, 0, 3, 4).reshape(2, shape.kv_heads, -1, kv.shape[-1])[:, :, :length]
         keys, values = rows[0, ..., : shape.head_dim], rows[1, ..., : shape.value_dim]
+        rounded = round_bf16 if numerics == ATTENTION_BF16 else real
+        keys, values, asked = rounded(keys), rounded(values), rounded(q)
         # token by token, over the keys it sees: its sums don't depend on what else is in the step
         for t in tokens:
             end = int(positions[t]) + 1 if shape.causal else length
             start = max(0, int(positions[t]) + 1 - shape.window) if shape.window > 0 else 0
-            out[t] = attend(real(q[t]), keys[:, start:end], values[:, start:end], shape, sinks)
+            out[t] = attend(asked[t], keys[:, start:end], values[:, start:end], shape, sinks, rounded)
     return out
 
 
-def attend(q: F32, keys: F32, values: F32, shape: Shape, sinks: Array | None) -> F32:
-    """One token: q[Hq*d] over keys[Hk, L, d], values[Hk, L, dv] → [Hq*dv]."""
+def attend(
+    q: F32, keys: F32, values: F32, shape: Shape, sinks: Array | None, rounded: Callable[[Array], F32]
+) -> F32:
+    """One token: q[Hq*d] over keys[Hk, L, d], values[Hk, L, dv] → [Hq*dv]. rounded: of weights."""
     group = shape.heads // shape.kv_heads
     grouped = q.reshape(shape.kv_heads, group, shape.head_dim)
     scores = np.einsum("hgd,hld->hgl", grouped, keys) * np.float32(shape.scale)
@@ -90,5 +103,5 @@ def attend(q: F32, keys: F32, values: F32, shape: Shape, sinks: Array | None) ->
         sink = real(sinks).reshape(sink.shape)
     top = np.maximum(scores.max(axis=-1, keepdims=True), sink)
     weights = np.exp(scores - top)
-    weights = weights / (weights.sum(axis=-1, keepdims=True) + np.exp(sink - top))
-    return np.einsum("hgl,hld->hgd", weights, values).reshape(-1)
+    total = weights.sum(axis=-1, keepdims=True) + np.exp(sink - top)
+    return (np.einsum("hgl,hld->hgd", rounded(weights), values) / total).reshape(-1)

@@ -193,7 +193,10 @@ def _dispatch(
     if kernel.op == "attention":
         shape, kv = paged.Shape.of(attrs), access.state(d.reads[0], d.device)
         # a host row is the whole node; elsewhere `kv_write` has written the keys and values
-        dst[...] = paged.step(args, kv, shape) if d.writes else paged.attention(kv, shape, *args)
+        if d.writes:
+            dst[...] = paged.step(args, kv, shape, d.numerics)
+        else:
+            dst[...] = paged.attention(kv, shape, *args, numerics=d.numerics)
     elif kernel.op == "linear":
         if bias is not None:
             args.insert(2, access.block(bias, d.device, env))

@@ -48,7 +48,7 @@ def evaluate_node(
         inputs: its values and weights. Half floats are computed on in float32.
         attrs: its attributes with sizes as numbers. For aten: the arguments that aren't tensors.
         out: its type with a shape of numbers; the result has exactly this dtype and shape.
-        numerics: the node's; matters to `linear` alone.
+        numerics: the node's; matters to `linear` and `attention`.
         kv: the state of an attention, f32[P,2,Hk,16,D]; written in place.
 
     Raises:
@@ -62,7 +62,7 @@ def evaluate_node(
             got = NAMED[op](wide, attrs, out)
         elif op in ("attention", "flashrt.attention"):
             assert kv is not None, f"{op} needs its state"
-            got = paged.step(wide, kv, paged.Shape.of(attrs)).reshape(_numbers(out))
+            got = paged.step(wide, kv, paged.Shape.of(attrs), numerics).reshape(_numbers(out))
         else:
             function = aten.find(op)
             if function is None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from flashrt.backends.reference.evaluate import known
 from flashrt.errors import PlanError
-from flashrt.ir.ops import EXACT, LINEAR_BF16, LINEAR_EXACT, LINEAR_I8, OPS
+from flashrt.ir.ops import ATTENTION_BF16, ATTENTION_EXACT, EXACT, LINEAR_BF16, LINEAR_EXACT, LINEAR_I8, OPS
 from flashrt.layouts import LAYOUTS
 
 EPILOGUES = ("", "+bias", "+residual", "+bias+residual")
 _LINEAR = (LINEAR_EXACT, LINEAR_I8, LINEAR_BF16)
+_ATTENTION = (ATTENTION_EXACT, ATTENTION_BF16)
 _DOTTED = ("aten", "flashrt")  # rooms whose operations have a dot in their name
 
 
@@ -45,6 +46,8 @@ def kernels() -> tuple[tuple[str, str], ...]:
             pairs += [(name, numerics) for name in names for numerics in _LINEAR]
         elif entry.weighted is not None:
             pairs += [(f"{op}.{layout}", entry.numerics) for layout in LAYOUTS]
+        elif op == "attention":
+            pairs += [(op, numerics) for numerics in _ATTENTION]
         else:
             pairs.append((op, entry.numerics))
     return tuple(pairs)

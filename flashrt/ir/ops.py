@@ -24,6 +24,9 @@ EXACT = "acc=f32"
 LINEAR_EXACT = "act=f32 acc=f32"
 LINEAR_I8 = "act=i8/32 acc=f32"
 LINEAR_BF16 = "act=bf16 acc=f32"
+ATTENTION_EXACT = "acc=f32 chunk=page"
+ATTENTION_BF16 = "act=bf16 acc=f32 chunk=2pages"
+LINEAR_F16 = "act=f16 acc=f32"
 
 # scheme of a `quantize` instruction → the type of what it makes of activations f32[T,K]
 QUANTIZED: Mapping[str, Callable[[Dim, Dim], TensorType]] = {
@@ -155,7 +158,7 @@ OPS: Mapping[str, Op] = {
         "heads kv_heads head_dim value_dim scale window softcap causal: writes k and v of the step into the "
         "state's pages, then attends to every earlier key of the same sequence",
         _attention, _attend, NO_NPU, "softmax over long rows loses precision on an NPU",
-        numerics="acc=f32 chunk=page",
+        numerics=ATTENTION_EXACT,
         needs=("heads", "kv_heads", "head_dim", "value_dim", "scale", "window", "softcap", "causal"),
     ),
     "gated": Op(

@@ -19,7 +19,7 @@ from tests.backends.memory import HandMemory
 
 GUESS = Measured(1.0, "assumed")
 F32 = NDArray[np.float32]
-HEAD = "micro test\nsymbol T lo=1 hi=64 hint=1\nsymbol P lo=1 hi=64 hint=8\n"
+HEAD = "micro test\nsymbol T lo=1 hi=512 hint=1\nsymbol P lo=1 hi=64 hint=8\n"
 Values = Mapping[int, Any]
 
 
