@@ -1,9 +1,11 @@
 """Paged attention with an online softmax: keys in chunks of one page, in order.
 
-State kv f32[P, 2, heads, 16, dim]: index 0 keys, 1 values. One (token, head)
-pair is one thread's work, its sums depend on nothing else: so neither the
-number of threads nor the other tokens of a step change a bit. Tokens of one
-sequence that follow each other are taken together, page by page.
+State kv f32[P, 2, heads, 16, dim]: index 0 keys, 1 values. Keys are summed in
+ranges of RANGE pages, and ranges are merged in order: so a step of few tokens
+can share the keys out among threads, and neither the number of threads nor the
+other tokens of a step change a bit. In larger steps a (token, head) pair is
+one thread's work; tokens of one sequence that follow each other are taken
+together, page by page.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from numba.core import cgutils
 from flashrt.backends.cpu import rows
 from flashrt.backends.cpu.intrinsics import (
     I64,
+    atomic_add,
     copy_bytes,
     inner,
     intrinsic,
@@ -25,10 +28,13 @@ from flashrt.backends.cpu.intrinsics import (
     load_i32,
     number,
     operand,
+    prefetch_lines,
     stack,
     store_f32,
+    store_i64,
     word,
 )
+from flashrt.backends.cpu.rows import FEW, SHARED_BYTES
 from flashrt.backends.cpu.share import dealt, over_tokens, run_at, runs_of
 from flashrt.backends.cpu.tiles import load_at
 from flashrt.backends.cpu.vector import (
@@ -53,6 +59,8 @@ from flashrt.backends.cpu.vector import (
     vtanh,
 )
 
+RANGE = 8  # pages
+slot_bytes = inner(rows.slot_bytes)
 K = rows.KvWrite(*range(len(rows.KvWrite._fields)))
 A = rows.Attention(*range(len(rows.Attention._fields)))
 
@@ -302,29 +310,168 @@ def attend_page(row, chunk, keys, position, count, length, q, q_stride, y, y_str
 
 
 @inner
-def attend(row, t, count, head, states, scores):
+def begin_part(row, state, y):
+    """Nothing is summed yet."""
+    store_whole(state, spread(types.float32(0)))
+    store_f32(state + 64, types.float32(-float("inf")))
+    for c in range(0, word(row, A.v_dim), 16):
+        store(y + 4 * c, spread(types.float32(0)), word(row, A.v_dim) - c)
+
+
+@inner
+def merge(row, state, y, part, part_y):
+    """Adds the sums of a range to those of all ranges before it."""
+    top, other = load_f32(state + 64), load_f32(part + 64)
+    if other == types.float32(-float("inf")):
+        return
+    dim, grow = word(row, A.v_dim), types.float32(1)
+    if other > top:
+        shrink = lane_max(vexp(spread(top - other)))
+        store_whole(state, load_whole(state) * spread(shrink))
+        scale_row(y, dim, shrink)
+        store_f32(state + 64, other)
+    else:
+        grow = lane_max(vexp(spread(other - top)))
+    store_whole(state, fma(spread(grow), load_whole(part), load_whole(state)))
+    for c in range(0, dim, 16):
+        store(y + 4 * c, fma(spread(grow), load(part_y + 4 * c, dim - c), load(y + 4 * c, dim - c)), dim - c)
+
+
+@inner
+def finish_row(row, state, y):
+    """Sums of weighted values → their mean."""
+    scale_row(y, word(row, A.v_dim), types.float32(1) / lane_sum(load_whole(state)))
+
+
+@inner
+def keys_of(row, seq, chunk, kv_head):
+    """Where the keys of a page of one head begin; its values are kv_heads·64·dim bytes behind."""
+    page = page_of(word(row, A.pages), word(row, A.pages_stride), seq, 16 * chunk)
+    return word(row, A.kv) + (page * 2 * word(row, A.kv_heads) + kv_head) * 64 * word(row, A.dim)
+
+
+@inner
+def attend(row, t, count, head, states, scores, memory):
     """One head of `count` tokens from t: one sequence, positions one after the other.
 
     Page by page, so that a page is read from memory once for all of them. Each token's sums are
-    its own: alone it gives the same bits.
+    its own: alone it gives the same bits. memory: sums of a range, a row for each token.
     """
     position = types.int64(load_i32(word(row, A.positions) + 4 * t))
     seq = types.int64(load_i32(word(row, A.seq) + 4 * t))
-    kv_heads, page_bytes = word(row, A.kv_heads), 64 * word(row, A.dim)
-    kv_head, v_dim = head // (word(row, A.heads) // kv_heads), word(row, A.v_dim)
+    kv_head, v_dim = head // (word(row, A.heads) // word(row, A.kv_heads)), word(row, A.v_dim)
     q_stride, y_stride = 4 * word(row, A.q_stride), 4 * word(row, A.y_stride)
     q = word(row, A.q) + t * q_stride + 4 * head * word(row, A.k_dim)
     y = word(row, A.y) + t * y_stride + 4 * head * v_dim
+    parts = states + 16 * 128
     for i in range(count):
         begin_row(row, head, states + 128 * i, y + i * y_stride)
     length = types.int64(0) if word(row, A.causal) else length_of(row, seq)
-    first, end = start_of(row, position) >> 4, end_of(row, position + count - 1, length)
-    for chunk in range(first, (end + 15) >> 4):
-        page = page_of(word(row, A.pages), word(row, A.pages_stride), seq, 16 * chunk)
-        keys = word(row, A.kv) + (page * 2 * kv_heads + kv_head) * page_bytes
-        attend_page(row, chunk, keys, position, count, length, q, q_stride, y, y_stride, states, scores)
+    chunk, end = start_of(row, position) >> 4, (end_of(row, position + count - 1, length) + 15) >> 4
+    while chunk < end:
+        for i in range(count):
+            begin_part(row, parts + 128 * i, memory + 4 * i * v_dim)
+        stop = min(end, (chunk // RANGE + 1) * RANGE)
+        for c in range(chunk, stop):
+            keys = keys_of(row, seq, c, kv_head)
+            attend_page(row, c, keys, position, count, length, q, q_stride, memory, 4 * v_dim, parts, scores)
+        for i in range(count):
+            merge(row, states + 128 * i, y + i * y_stride, parts + 128 * i, memory + 4 * i * v_dim)
+        chunk = stop
     for i in range(count):
-        scale_row(y + i * y_stride, v_dim, types.float32(1) / lane_sum(load_whole(states + 128 * i)))
+        finish_row(row, states + 128 * i, y + i * y_stride)
+
+
+# ---- few tokens: their keys are shared out, too --------------------------------------------
+@inner
+def ranges_of(row, t):
+    """(first page, one past the last page) of a token's keys."""
+    position = types.int64(load_i32(word(row, A.positions) + 4 * t))
+    length = types.int64(0)
+    if not word(row, A.causal):
+        length = length_of(row, types.int64(load_i32(word(row, A.seq) + 4 * t)))
+    return start_of(row, position) >> 4, (end_of(row, position, length) + 15) >> 4
+
+
+@inner
+def range_count(first, end):
+    """Ranges that pages [first, end) touch."""
+    return (end + RANGE - 1) // RANGE - first // RANGE
+
+
+@inner
+def slots_needed(row):
+    """How many sums of a range all tokens and heads of the step need."""
+    count = types.int64(0)
+    for t in range(word(row, A.t)):
+        first, end = ranges_of(row, t)
+        count += range_count(first, end) * word(row, A.heads)
+    return count
+
+
+@inner
+def attend_range(row, t, kv_head, begin, stop, slot, scores):
+    """All heads of one key head over pages [begin, stop): a page is read once for all of them.
+
+    slot: where their sums go, one after the other: v_dim floats, then a state.
+    """
+    position = types.int64(load_i32(word(row, A.positions) + 4 * t))
+    seq = types.int64(load_i32(word(row, A.seq) + 4 * t))
+    group, k_dim, v_dim = word(row, A.heads) // word(row, A.kv_heads), word(row, A.k_dim), word(row, A.v_dim)
+    length = types.int64(0) if word(row, A.causal) else length_of(row, seq)
+    q = word(row, A.q) + 4 * (t * word(row, A.q_stride) + kv_head * group * k_dim)
+    size, below = slot_bytes(v_dim), word(row, A.kv_heads) * 64 * word(row, A.dim)
+    for h in range(group):
+        begin_part(row, slot + h * size + 4 * v_dim, slot + h * size)
+    for c in range(begin, stop):
+        keys = keys_of(row, seq, c, kv_head)
+        if c + 1 < stop:
+            following = keys_of(row, seq, c + 1, kv_head)
+            prefetch_lines(following, word(row, A.dim))
+            prefetch_lines(following + below, word(row, A.dim))
+        first = max(start_of(row, position) - 16 * c, 0)
+        last = min(end_of(row, position, length) - 16 * c, 16)
+        for h in range(group):
+            store_whole(scores, score_page(row, q + 4 * h * k_dim, keys, first, last))
+            weigh_page(row, scores, slot + h * size + 4 * v_dim, slot + h * size)
+            mix_page(row, keys + below, first, last, scores, slot + h * size)
+
+
+@inner
+def merge_ranges(row, t, kv_head, slot, count, states):
+    """The sums of all ranges, in order, of the heads of one key head."""
+    group, v_dim = word(row, A.heads) // word(row, A.kv_heads), word(row, A.v_dim)
+    size = slot_bytes(v_dim)
+    for h in range(group):
+        y = word(row, A.y) + 4 * (t * word(row, A.y_stride) + (kv_head * group + h) * v_dim)
+        begin_row(row, kv_head * group + h, states, y)
+        for i in range(count):
+            part = slot + (i * group + h) * size
+            merge(row, states, y, part + 4 * v_dim, part)
+        finish_row(row, states, y)
+
+
+@inner
+def attend_few(tid, nth, row, states, scores):
+    """Ranges of keys in turn; whoever ends the last one of a token and key head merges them."""
+    kv_heads, group = word(row, A.kv_heads), word(row, A.heads) // word(row, A.kv_heads)
+    size = group * slot_bytes(word(row, A.v_dim))
+    counters, slots = word(row, A.shared), word(row, A.shared) + 8 * FEW * kv_heads
+    item = types.int64(0)
+    for t in range(word(row, A.t)):
+        begin, end = ranges_of(row, t)
+        count = range_count(begin, end)
+        for kv_head in range(kv_heads):
+            for i in range(count):
+                if (item + i) % nth == tid:
+                    first = max(begin, (begin // RANGE + i) * RANGE)
+                    last = min(end, (begin // RANGE + i + 1) * RANGE)
+                    attend_range(row, t, kv_head, first, last, slots + (item + i) * size, scores)
+                    counter = counters + 8 * (t * kv_heads + kv_head)
+                    if atomic_add(counter, 1) + 1 == count:
+                        store_i64(counter, 0)
+                        merge_ranges(row, t, kv_head, slots + item * size, count, states)
+            item += count
 
 
 @inner
@@ -342,11 +489,11 @@ def run_length(row, t, most):
 
 
 @inner
-def attend_all(row, t, end, head, states, scores):
+def attend_all(row, t, end, head, states, scores, memory):
     """One head of tokens [t, end), at most 16."""
     while t < end:
         count = run_length(row, t, end - t)
-        attend(row, t, count, head, states, scores)
+        attend(row, t, count, head, states, scores, memory)
         t += count
 
 
@@ -355,19 +502,23 @@ def attention() -> Any:
 
     def kernel(tid, nth, row):
         heads, tokens = word(row, A.heads), word(row, A.t)
-        states, scores = stack(16 * 128), stack(16 * 64)
+        states, scores = stack(2 * 16 * 128), stack(16 * 64)
+        memory = word(row, A.scratch) + tid * word(row, A.scratch_stride)
+        if tokens <= FEW and slots_needed(row) * slot_bytes(word(row, A.v_dim)) <= SHARED_BYTES:
+            attend_few(tid, nth, row, states, scores)
+            return
         if dealt(tokens, nth):
             for i in range(runs_of(tokens, nth)):
                 first, last = run_at(i, tokens, tid, nth)
                 for head in range(heads):
                     for t in range(first, last, 16):
-                        attend_all(row, t, min(t + 16, last), head, states, scores)
+                        attend_all(row, t, min(t + 16, last), head, states, scores, memory)
             return
         size = 16 if tokens >= 64 else 1  # few tokens: single ones spread better over the threads
         blocks = (tokens + size - 1) // size
         # in turn: blocks of late tokens see more keys than those of early ones
         for item in range(tid, blocks * heads, nth):
             head, t = item // blocks, size * (item % blocks)
-            attend_all(row, t, min(t + size, tokens), head, states, scores)
+            attend_all(row, t, min(t + size, tokens), head, states, scores, memory)
 
     return kernel

@@ -72,6 +72,7 @@ class CpuDevice:
         code.refresh()
         status = self._team.run(code.words.ctypes.data, epoch)
         if status == ABORTED:
+            code.recover()
             raise DeviceError(f"{self.spec.id}: interrupted in step {epoch}")
         assert status == 0, f"a kernel failed with status {status}"
 

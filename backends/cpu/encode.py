@@ -67,12 +67,19 @@ class Operands:
     slots: Mapping[int, micro.Slot]
     blocks: Mapping[str, micro.Block]
     scratches: dict[int, U8] = field(default_factory=dict)
+    commons: dict[int, U8] = field(default_factory=dict)
 
     def scratch(self, nbytes: int) -> int:
         """Address of memory of `nbytes` for each thread; rows that ask for the same size share it."""
         if nbytes not in self.scratches:
             self.scratches[nbytes] = aligned(self.threads * nbytes)
         return int(self.scratches[nbytes].ctypes.data)
+
+    def shared(self, nbytes: int) -> int:
+        """Address of zeroed memory of all threads; rows that ask for the same size share it."""
+        if nbytes not in self.commons:
+            self.commons[nbytes] = aligned(nbytes)
+        return int(self.commons[nbytes].ctypes.data)
 
     @staticmethod
     def of(memory: Memory, device: str, threads: int) -> Operands:
@@ -259,15 +266,19 @@ def _attention(instr: micro.Dispatch, ops: Operands) -> Encoded:
     causal = instr.attr("causal", True)
     function = function_of("attention", instr.numerics or ATTENTION_EXACT)
     assert function is not None, instr
-    scratch: tuple[int, int] = (0, 0)
     if function == "attention_tiles":
-        each = rows.attention_bytes(whole(instr, "head_dim"), whole(instr, "value_dim"))
-        scratch = ops.scratch(each), each
+        each, shared = rows.attention_bytes(whole(instr, "head_dim"), whole(instr, "value_dim")), 0
+    else:
+        each, shared = (
+            16 * 4 * whole(instr, "value_dim"),
+            ops.shared(rows.SHARED_BYTES + 8 * rows.FEW * kv_heads),
+        )
     fields = rows.Attention(
         q.address, q.stride, positions.address, seq.address, pages.address, pages.stride, kv, *sinks,
         y.address, y.stride, q.rows, whole(instr, "heads"), kv_heads, whole(instr, "head_dim"),
         whole(instr, "value_dim"), dim, whole(instr, "window"), int(causal is None or bool(causal)),
-        real(instr, "scale", 1.0), real(instr, "softcap"), *scratch,
+        real(instr, "scale", 1.0), real(instr, "softcap"),
+        ops.scratch(each), each, shared,
     )  # fmt: skip
     return Encoded(function, fields, q.rows * q.width * 100)
 

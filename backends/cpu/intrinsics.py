@@ -110,6 +110,21 @@ def copy_bytes(typing, dst, src, count):
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
+@intrinsic
+def prefetch_lines(typing, address, count):
+    """Asks for that many cache lines, which are read soon."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        with cgutils.for_range(builder, args[1]) as loop:
+            line = builder.add(args[0], builder.mul(loop.index, I64(64)))
+            builder.call(fetch, [at(builder, line, I8), I32(0), I32(3), I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 # ---- atomics --------------------------------------------------------------------
 @intrinsic
 def atomic_add(typing, address, value):

@@ -146,7 +146,8 @@ class KvWrite(NamedTuple):
 class Attention(NamedTuple):
     """y[T, heads*v_dim] = attention of q[T, heads*k_dim] over kv[P,2,kv_heads,16,dim].
 
-    window, softcap: 0 is none. scratch: of each thread, scratch_stride bytes apart; 0 where none is needed.
+    window, softcap: 0 is none. scratch: of each thread, scratch_stride bytes apart.
+    shared: of all threads, zeros between steps (`attention.attend_few`).
     """
 
     q: Dim
@@ -172,6 +173,7 @@ class Attention(NamedTuple):
     f64_softcap: Dim
     scratch: Dim = 0
     scratch_stride: Dim = 0
+    shared: Dim = 0
 
 
 class Map(NamedTuple):
@@ -252,6 +254,15 @@ TILE = 1024  # bytes of an AMX tile
 TILE_BLOCKS = 12  # blocks of K whose weight tiles (24 KB) stay in the first-level cache for all tokens
 TILE_RUNS = 32  # runs of tokens that a thread keeps sums of at a time
 TILE_SCRATCH = 2 * TILE * TILE_BLOCKS + TILE_RUNS * RUN * 128  # bytes: weight tiles, sums f32[tokens][32]
+
+
+FEW = 16  # tokens of a step whose keys are shared out among threads (attention.py)
+SHARED_BYTES = 1 << 20  # of their sums; steps that need more share out heads only
+
+
+def slot_bytes(v_dim: int) -> int:
+    """Sums of one range of keys: v_dim floats and a state, whole cache lines."""
+    return (4 * v_dim + 128 + 63) // 64 * 64
 
 
 ATTENTION_TILES = 8  # tiles of 16 queries that a block of keys is used for (attention_tiles.py)

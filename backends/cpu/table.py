@@ -25,6 +25,7 @@ class Code:
     dispatch that it joins). patches: a size, and the places in the table (flat) that hold it.
     costs: a row and its cycles, for rows whose cost depends on symbols. used: the words of the
     symbols that any of these depend on: others change from step to step and mean no work here.
+    shared: memory that kernels leave zeroed, unless a run is given up.
     """
 
     memory: Memory
@@ -37,6 +38,7 @@ class Code:
     patches: tuple[tuple[Expr, I64], ...]
     costs: tuple[tuple[int, Dim], ...]
     keep: tuple[U8, ...]
+    shared: tuple[U8, ...]
     words: I64 = field(init=False)
     used: I64 = field(init=False)
     seen: bytes | None = None
@@ -49,6 +51,11 @@ class Code:
         sizes = [expr for expr, _ in self.patches] + [cycles for _, cycles in self.costs]
         symbols = sorted({symbol for size in sizes for symbol in symbols_of(size)})
         self.used = np.array([self.memory.word_of(symbol) for symbol in symbols], np.int64)
+
+    def recover(self) -> None:
+        """Makes the next run possible after one that was given up."""
+        for memory in self.shared:
+            memory.fill(0)
 
     def refresh(self) -> None:
         """Writes the numbers of this step's symbols, if any has changed since the last run."""
@@ -128,7 +135,7 @@ def build(
     assert bias is None, "a bias stands without its dispatch"
     found = addresses([e.kernel for e in builder.encoded])
     is_bias = [isinstance(i, micro.Bias) for i in instrs]
-    return _code(builder, found, tuple(row_of), is_bias, tuple(ops.scratches.values()))
+    return _code(builder, found, tuple(row_of), is_bias, ops)
 
 
 def _code(
@@ -136,7 +143,7 @@ def _code(
     addresses: Mapping[str, int],
     row_of: tuple[int, ...],
     is_bias: list[bool],
-    scratches: tuple[U8, ...],
+    ops: Operands,
 ) -> Code:
     count = len(builder.encoded)
     table = aligned(8 * rows.ROW * count).view(np.int64).reshape(count, rows.ROW)
@@ -164,5 +171,6 @@ def _code(
         np.array(is_bias, np.int64),
         tuple((expr, np.array(places, np.int64)) for expr, places in patches.items()),
         tuple(costs),
-        (*scratches, *(e.keep for e in builder.encoded if e.keep is not None)),
+        (*ops.scratches.values(), *(e.keep for e in builder.encoded if e.keep is not None)),
+        tuple(ops.commons.values()),
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from flashrt.backend import ABORT
 from flashrt.backends.cpu.cache import function_of
 from flashrt.backends.reference.sample import sample_row, uniform
+from flashrt.errors import DeviceError
 from flashrt.ir.ops import ATTENTION_BF16, ATTENTION_EXACT
-from tests.backends.cpu_streams import F32, agree, cpu, kv_view, run
+from tests.backends.cpu_streams import F32, agree, compute, cpu, kv_view, prepared, run
 
 RNG = np.random.default_rng(4)
 AT = "device=cpu:0 lane=compute"
@@ -82,20 +84,63 @@ def test_sinks_take_probability(numerics: str) -> None:
     agree(text, values, 6, blocks, state=state, tolerance=TOLERANCE[numerics], T=12, P=PAGES)
 
 
+LONG = 397  # tokens of sequence 0, beside three of sequence 1
+
+
+def long_step(attrs: str, numerics: str) -> tuple[str, dict[int, object], F32]:
+    t, pages = LONG + 3, np.full((2, 26), 51)
+    pages[0, :25], pages[1, :4] = np.arange(25), [30, 31, 32, 33]
+    values: dict[int, object] = {
+        0: r(t, 6 * 32), 1: r(t, 2 * 32), 2: r(t, 2 * 32),
+        3: [*range(LONG), 50, 51, 52], 4: [0] * LONG + [1] * 3, 5: pages,
+    }  # fmt: skip
+    text = attention_text(6, 2, 32, 32, attrs, numerics=numerics).replace("i32[2,4]", "i32[2,26]")
+    return text, values, r(52, 2, 2, 16, 32)
+
+
 @pytest.mark.parametrize("numerics", EVERY)
 @pytest.mark.parametrize("attrs", ["", ",window=70", ",causal=false"])
 def test_a_long_chunk_beside_single_tokens(numerics: str, attrs: str) -> None:
     """Threads have tokens of their own here, in runs that end inside sequences."""
-    long, t = 397, 400
-    pages = np.full((2, 26), 51)
-    pages[0, :25], pages[1, :4] = np.arange(25), [30, 31, 32, 33]
-    values: dict[int, object] = {
-        0: r(t, 6 * 32), 1: r(t, 2 * 32), 2: r(t, 2 * 32),
-        3: [*range(long), 50, 51, 52], 4: [0] * long + [1] * 3, 5: pages,
-    }  # fmt: skip
-    text = attention_text(6, 2, 32, 32, attrs, numerics=numerics).replace("i32[2,4]", "i32[2,26]")
-    state = r(52, 2, 2, 16, 32)
-    agree(text, values, 6, state=state, tolerance=TOLERANCE[numerics], T=t, P=52)
+    text, values, state = long_step(attrs, numerics)
+    agree(text, values, 6, state=state, tolerance=TOLERANCE[numerics], T=LONG + 3, P=52)
+
+
+@pytest.mark.parametrize("numerics", EVERY)
+@pytest.mark.parametrize("attrs", ["", ",window=200", ",softcap=2.0"])
+def test_tokens_alone_share_their_keys_out_and_keep_their_bits(numerics: str, attrs: str) -> None:
+    text, values, state = long_step(attrs, numerics)
+    memory = run(cpu(), text, values, state=state, T=LONG + 3, P=52)
+    chunk, written = memory.read(6).copy(), kv_view(memory).copy()
+    for first, last in ((0, 1), (127, 129), (383, LONG), (LONG - 1, LONG + 2)):
+        few = {i: np.asarray(v)[first:last] if i != 5 else v for i, v in values.items()}
+        for threads in (1, 2, 3):
+            device = cpu(threads)
+            got = run(device, text, few, state=written, T=last - first, P=52).read(6)
+            assert got.tobytes() == chunk[first:last].tobytes(), (first, last, threads)
+            device.close()
+
+
+def test_a_run_that_was_given_up_leaves_nothing_behind() -> None:
+    """Whoever ends the last range of keys merges all of them: it is found by counting."""
+    text, values, state = long_step("", ATTENTION_EXACT)
+    few = {i: np.asarray(v)[LONG - 2 : LONG] if i != 5 else v for i, v in values.items()}
+    device = cpu(2)
+    memory = prepared(device, text, few, {}, {"T": 2, "P": 52})
+    kv_view(memory)[:] = state.reshape(-1)
+    code = device.load(compute(memory.stream), memory)
+    device.run(code, 1)
+    want = memory.read(6).copy()
+    memory.read(6)[...] = 0
+    for words in code.shared:
+        words[:64].view(np.int64)[:] = 1  # as if one thread had left in the middle
+    memory.words[ABORT] = 1
+    with pytest.raises(DeviceError, match="interrupted"):
+        device.run(code, 2)
+    memory.words[ABORT] = 0
+    device.run(code, 3)
+    assert memory.read(6).tobytes() == want.tobytes()
+    device.close()
 
 
 def test_kv_write_touches_its_rows_only() -> None:
