@@ -11,6 +11,7 @@ from flashrt.ir.ops import ATTENTION_EXACT, EXACT, LINEAR_BF16, LINEAR_EXACT, LI
 from flashrt.ir.text import show_node
 from flashrt.ir.types import Weight
 from flashrt.layouts import LAYOUTS
+from flashrt.passes.cost import settings
 
 NUMERICS = (LINEAR_EXACT, LINEAR_I8, LINEAR_BF16, LINEAR_F16)
 
@@ -28,7 +29,8 @@ def precision(
     quantised round their input to INT8 in blocks of 32, with "act=bf16 acc=f32" they round
     both sides to bf16, with "act=f16 acc=f32" to f16 (only NPUs have that); products with
     plain weights stay exact.
-    attention: how attention is computed; "act=bf16 …" rounds queries, keys, values and weights to bf16.
+    attention: how attention is computed. With "kv=bf16" keys and values are kept in bf16, with "act=bf16"
+    queries and weights are rounded to it, too.
     exclude: operations or names, or dotted parts of names (`lm_head`, `layers.0`); linears among them
     stay exact, and so does a joint linear with such a part.
 
@@ -37,6 +39,12 @@ def precision(
     """
     if numerics not in NUMERICS:
         raise PlanError(f"unknown numerics {numerics!r}", hint=f"known: {', '.join(map(repr, NUMERICS))}")
+    if settings(attention).get("kv") == "bf16":
+        kept = {name for n in graph.nodes if n.op == "attention" for name in n.writes}
+        states = tuple(
+            replace(s, type=replace(s.type, dtype="bf16")) if s.name in kept else s for s in graph.states
+        )
+        graph = replace(graph, states=states)
     weights = {f"@{w.name}": _stored(w, graph) for w in graph.weights}
     exact = _excluded(graph, exclude)
     nodes = tuple(

@@ -1,6 +1,6 @@
 """Paged attention with an online softmax: keys in chunks of one page, in order.
 
-State kv f32[P, 2, heads, 16, dim]: index 0 keys, 1 values. Keys are summed in
+State kv[P, 2, heads, 16, dim], f32 or bf16: index 0 keys, 1 values. Keys are summed in
 ranges of RANGE pages, and ranges are merged in order: so a step of few tokens
 can share the keys out among threads, and neither the number of threads nor the
 other tokens of a step change a bit. In larger steps a (token, head) pair is
@@ -36,7 +36,7 @@ from flashrt.backends.cpu.intrinsics import (
 )
 from flashrt.backends.cpu.rows import FEW, SHARED_BYTES
 from flashrt.backends.cpu.share import dealt, over_tokens, run_at, runs_of
-from flashrt.backends.cpu.tiles import load_at
+from flashrt.backends.cpu.tiles import floats, floats_part, load_at
 from flashrt.backends.cpu.vector import (
     LANES,
     VI,
@@ -54,12 +54,14 @@ from flashrt.backends.cpu.vector import (
     muladd,
     spread,
     store,
+    store_bf16_part,
     store_whole,
     vexp,
     vtanh,
 )
 
 RANGE = 8  # pages
+BYTES = {"f32": 4, "bf16": 2}  # of an element of the cache
 slot_bytes = inner(rows.slot_bytes)
 K = rows.KvWrite(*range(len(rows.KvWrite._fields)))
 A = rows.Attention(*range(len(rows.Attention._fields)))
@@ -71,22 +73,32 @@ def page_of(pages, stride, seq, position):
     return types.int64(load_i32(pages + 4 * (seq * stride + (position >> 4))))
 
 
+@inner
+def write_line(dst, src, count, item):
+    """`count` floats as f32 (item 4) or bf16 (item 2)."""
+    if item == 4:
+        copy_bytes(dst, src, 4 * count)
+        return
+    for c in range(0, count, 16):
+        store_bf16_part(dst + 2 * c, load(src + 4 * c, count - c), count - c)
+
+
 def kv_write() -> Any:
     """Each token's keys and values into its row of its page."""
 
     @inner
     def body(row, first, last):
-        heads, k_bytes, v_bytes = word(row, K.heads), 4 * word(row, K.k_dim), 4 * word(row, K.v_dim)
-        line = 4 * word(row, K.dim)
-        for item in range(first * heads, last * heads):
-            t, head = item // heads, item % heads
+        heads, k_dim, v_dim = word(row, K.heads), word(row, K.k_dim), word(row, K.v_dim)
+        item, line = word(row, K.item), word(row, K.item) * word(row, K.dim)
+        for i in range(first * heads, last * heads):
+            t, head = i // heads, i % heads
             position = types.int64(load_i32(word(row, K.positions) + 4 * t))
             seq = types.int64(load_i32(word(row, K.seq) + 4 * t))
             page = page_of(word(row, K.pages), word(row, K.pages_stride), seq, position)
             at = word(row, K.kv) + ((page * 2 * heads + head) * 16 + (position & 15)) * line
-            copy_bytes(at, word(row, K.k) + 4 * t * word(row, K.k_stride) + head * k_bytes, k_bytes)
+            write_line(at, word(row, K.k) + 4 * (t * word(row, K.k_stride) + head * k_dim), k_dim, item)
             at += heads * 16 * line
-            copy_bytes(at, word(row, K.v) + 4 * t * word(row, K.v_stride) + head * v_bytes, v_bytes)
+            write_line(at, word(row, K.v) + 4 * (t * word(row, K.v_stride) + head * v_dim), v_dim, item)
 
     return over_tokens(K.t, body)
 
@@ -102,12 +114,13 @@ def length_of(row, seq):
 
 
 @cache
-def sixteen_dots(size: int) -> Any:
+def sixteen_dots(element: str, size: int) -> Any:
     """dots(q, keys, stride, dim) → lane i: q · (the key i·stride bytes beyond `keys`).
 
     size: dim when it is known beforehand, with keys that lie close; else 0. Lanes add up as in
     `vector.tree`, whatever the size.
     """
+    width = BYTES[element]
 
     @intrinsic
     def dots(typing, q, keys, stride, dim):
@@ -115,31 +128,31 @@ def sixteen_dots(size: int) -> Any:
             q, keys, stride, dim = args
             if size:
                 # constant distances: no registers for sixteen addresses
-                stride, dim = I64(4 * size), I64(size)
+                stride, dim = I64(width * size), I64(size)
             sums = [cgutils.alloca_once_value(b, constant(0.0)) for _ in range(LANES)]
 
-            def add(c: ir.Value, load: Any) -> None:
-                one, line = load(b.add(q, c)), b.add(keys, c)
+            def add(c: ir.Value, count: ir.Value | None = None) -> None:
+                """16 channels from c on, or `count` < 16 of them."""
+                at_q, line = b.add(q, b.mul(c, I64(4))), b.add(keys, b.mul(c, I64(width)))
+                one = load_at(b, at_q, V, 0, 4) if count is None else masked_load(b, at_q, count)
                 for i, total in enumerate(sums):
-                    b.store(muladd(b, one, load(b.add(line, b.mul(stride, I64(i)))), b.load(total)), total)
+                    row = b.add(line, b.mul(stride, I64(i)))
+                    key = floats(b, row, element) if count is None else floats_part(b, row, element, count)
+                    b.store(muladd(b, one, key, b.load(total)), total)
 
-            for c in range(size // LANES):
-                add(I64(64 * c), lambda address: load_at(b, address, V, 0, 4))
+            for c in range(0, size, LANES):
+                add(I64(c))
             if not size:
                 with cgutils.for_range(b, b.lshr(dim, I64(4))) as loop:
-                    add(b.mul(loop.index, I64(64)), lambda address: load_at(b, address, V, 0, 4))
+                    add(b.mul(loop.index, I64(LANES)))
                 rest = b.and_(dim, I64(15))
                 with b.if_then(b.icmp_signed("!=", rest, I64(0))):
-                    beyond = b.mul(b.lshr(dim, I64(4)), I64(64))
-                    add(beyond, lambda address: masked_load(b, address, rest))
+                    add(b.sub(dim, rest), rest)
             return _joined(b, [b.load(total) for total in sums])
 
         return f32x16(*[types.int64] * 4), codegen
 
     return dots
-
-
-dots_64, dots_128, dots_any = (sixteen_dots(size) for size in (64, 128, 0))
 
 
 def _joined(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
@@ -153,23 +166,6 @@ def _joined(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
         vectors = [b.fadd(*(b.shuffle_vector(one, two, order) for order in orders)) for one, two in pairs]
         width //= 2
     return vectors[0]
-
-
-@inner
-def score_page(row, q, keys, first, last):
-    """Scores of rows [first, last) of a page; -inf in the other lanes."""
-    dim, k_dim = word(row, A.dim), word(row, A.k_dim)
-    if dim == 64 and k_dim == 64:
-        v = dots_64(q, keys, 256, 64)
-    elif dim == 128 and k_dim == 128:
-        v = dots_128(q, keys, 512, 128)
-    else:
-        v = dots_any(q, keys, 4 * dim, k_dim)
-    v = v * spread(types.float32(number(row, A.f64_scale)))
-    cap = types.float32(number(row, A.f64_softcap))
-    if cap > 0:
-        v = spread(cap) * vtanh(v / spread(cap))
-    return v if last - first == 16 else lanes_between(v, first, last, types.float32(-float("inf")))
 
 
 @inner
@@ -188,41 +184,118 @@ def store_four(address, v0, v1, v2, v3):
     store_whole(address + 192, v3)
 
 
+@cache
+def loaders(element: str) -> tuple[Any, Any]:
+    """load_whole and load_part of keys or values, as float32."""
+
+    @intrinsic
+    def whole(typing, address):
+        return f32x16(types.int64), lambda context, b, signature, args: floats(b, args[0], element)
+
+    @intrinsic
+    def part(typing, address, count):
+        def codegen(context, b, signature, args):
+            return floats_part(b, args[0], element, args[1])
+
+        return f32x16(types.int64, types.int64), codegen
+
+    return whole, part
+
+
+@cache
+def page_functions(element: str) -> tuple[Any, Any, Any]:
+    """score(row, q, keys), mix(…) and mix_two(…) of pages of f32 or bf16; see `score_page` and `mix_page`."""
+    dots_64, dots_128, dots_any = (sixteen_dots(element, size) for size in (64, 128, 0))
+    whole, part = loaders(element)
+    item = BYTES[element]
+
+    @inner
+    def four(address):
+        return (
+            whole(address),
+            whole(address + 16 * item),
+            whole(address + 32 * item),
+            whole(address + 48 * item),
+        )
+
+    @inner
+    def score(row, q, keys):
+        dim, k_dim = word(row, A.dim), word(row, A.k_dim)
+        if dim == 64 and k_dim == 64:
+            return dots_64(q, keys, 64 * item, 64)
+        if dim == 128 and k_dim == 128:
+            return dots_128(q, keys, 128 * item, 128)
+        return dots_any(q, keys, item * dim, k_dim)
+
+    @inner
+    def mix(row, values, first, last, weights, y):
+        dim, stride = word(row, A.v_dim), item * word(row, A.dim)
+        c = 0
+        while dim - c >= 64:
+            y0, y1, y2, y3 = load_four(y + 4 * c)
+            for i in range(first, last):
+                one = spread(load_f32(weights + 4 * i))
+                v0, v1, v2, v3 = four(values + i * stride + item * c)
+                y0, y1, y2, y3 = fma(one, v0, y0), fma(one, v1, y1), fma(one, v2, y2), fma(one, v3, y3)
+            store_four(y + 4 * c, y0, y1, y2, y3)
+            c += 64
+        while c < dim:
+            total = load(y + 4 * c, dim - c)
+            for i in range(first, last):
+                at = values + i * stride + item * c
+                value = whole(at) if dim - c >= 16 else part(at, dim - c)
+                total = fma(spread(load_f32(weights + 4 * i)), value, total)
+            store(y + 4 * c, total, dim - c)
+            c += 16
+
+    @inner
+    def mix_two(row, values, weights, y, y_stride):
+        z, stride = y + y_stride, item * word(row, A.dim)
+        for c in range(0, word(row, A.v_dim), 64):
+            y0, y1, y2, y3 = load_four(y + 4 * c)
+            z0, z1, z2, z3 = load_four(z + 4 * c)
+            for i in range(16):
+                one, two = spread(load_f32(weights + 4 * i)), spread(load_f32(weights + 64 + 4 * i))
+                v0, v1, v2, v3 = four(values + item * c + i * stride)
+                y0, y1, y2, y3 = fma(one, v0, y0), fma(one, v1, y1), fma(one, v2, y2), fma(one, v3, y3)
+                z0, z1, z2, z3 = fma(two, v0, z0), fma(two, v1, z1), fma(two, v2, z2), fma(two, v3, z3)
+            store_four(y + 4 * c, y0, y1, y2, y3)
+            store_four(z + 4 * c, z0, z1, z2, z3)
+
+    return score, mix, mix_two
+
+
+score_f32, mix_f32, mix_two_f32 = page_functions("f32")
+score_bf16, mix_bf16, mix_two_bf16 = page_functions("bf16")
+
+
+@inner
+def score_page(row, q, keys, first, last):
+    """Scores of rows [first, last) of a page; -inf in the other lanes."""
+    v = score_bf16(row, q, keys) if word(row, A.item) == 2 else score_f32(row, q, keys)
+    v = v * spread(types.float32(number(row, A.f64_scale)))
+    cap = types.float32(number(row, A.f64_softcap))
+    if cap > 0:
+        v = spread(cap) * vtanh(v / spread(cap))
+    return v if last - first == 16 else lanes_between(v, first, last, types.float32(-float("inf")))
+
+
 @inner
 def mix_page(row, values, first, last, weights, y):
-    """y += Σ weights·values"""
-    dim, stride = word(row, A.v_dim), 4 * word(row, A.dim)
-    c = 0
-    while dim - c >= 64:
-        y0, y1, y2, y3 = load_four(y + 4 * c)
-        for i in range(first, last):
-            one = spread(load_f32(weights + 4 * i))
-            v0, v1, v2, v3 = load_four(values + i * stride + 4 * c)
-            y0, y1, y2, y3 = fma(one, v0, y0), fma(one, v1, y1), fma(one, v2, y2), fma(one, v3, y3)
-        store_four(y + 4 * c, y0, y1, y2, y3)
-        c += 64
-    while c < dim:
-        total = load(y + 4 * c, dim - c)
-        for i in range(first, last):
-            total = fma(spread(load_f32(weights + 4 * i)), load(values + i * stride + 4 * c, dim - c), total)
-        store(y + 4 * c, total, dim - c)
-        c += 16
+    """y += Σ weights·values, rows [first, last) of a page"""
+    if word(row, A.item) == 2:
+        mix_bf16(row, values, first, last, weights, y)
+    else:
+        mix_f32(row, values, first, last, weights, y)
 
 
 @inner
-def mix_two(values, stride, dim, weights, y, y_stride):
-    """`mix_page` of two tokens that see the whole page; dim is a multiple of 64."""
-    z = y + y_stride
-    for c in range(0, 4 * dim, 256):
-        y0, y1, y2, y3 = load_four(y + c)
-        z0, z1, z2, z3 = load_four(z + c)
-        for i in range(16):
-            one, two = spread(load_f32(weights + 4 * i)), spread(load_f32(weights + 64 + 4 * i))
-            v0, v1, v2, v3 = load_four(values + c + i * stride)
-            y0, y1, y2, y3 = fma(one, v0, y0), fma(one, v1, y1), fma(one, v2, y2), fma(one, v3, y3)
-            z0, z1, z2, z3 = fma(two, v0, z0), fma(two, v1, z1), fma(two, v2, z2), fma(two, v3, z3)
-        store_four(y + c, y0, y1, y2, y3)
-        store_four(z + c, z0, z1, z2, z3)
+def mix_two(row, values, weights, y, y_stride):
+    """`mix_page` of two tokens that see the whole page; v_dim is a multiple of 64."""
+    if word(row, A.item) == 2:
+        mix_two_bf16(row, values, weights, y, y_stride)
+    else:
+        mix_two_f32(row, values, weights, y, y_stride)
 
 
 @inner
@@ -278,6 +351,12 @@ def end_of(row, position, length):
 
 
 @inner
+def head_bytes(row):
+    """Of a head's keys (or values) in one page."""
+    return 16 * word(row, A.item) * word(row, A.dim)
+
+
+@inner
 def attend_page(row, chunk, keys, position, count, length, q, q_stride, y, y_stride, states, scores):
     """One page for `count` tokens from `position`: scores, weights, values.
 
@@ -294,7 +373,7 @@ def attend_page(row, chunk, keys, position, count, length, q, q_stride, y, y_str
         store_whole(scores + 64 * i, score_page(row, q + i * q_stride, keys, first, last))
     for i in range(begin, end):
         weigh_page(row, scores + 64 * i, states + 128 * i, y + i * y_stride)
-    values, v_dim = keys + word(row, A.kv_heads) * 64 * word(row, A.dim), word(row, A.v_dim)
+    values, v_dim = keys + word(row, A.kv_heads) * head_bytes(row), word(row, A.v_dim)
     here = begin
     while here < end:
         first = max(start_of(row, position + here) - 16 * chunk, 0)
@@ -302,7 +381,7 @@ def attend_page(row, chunk, keys, position, count, length, q, q_stride, y, y_str
         # ends rise from token to token, and so do starts
         whole = last == 16 and here + 1 < end and start_of(row, position + here + 1) <= 16 * chunk
         if whole and not v_dim & 63:
-            mix_two(values, 4 * word(row, A.dim), v_dim, scores + 64 * here, y + here * y_stride, y_stride)
+            mix_two(row, values, scores + 64 * here, y + here * y_stride, y_stride)
             here += 2
         else:
             mix_page(row, values, first, last, scores + 64 * here, y + here * y_stride)
@@ -345,9 +424,9 @@ def finish_row(row, state, y):
 
 @inner
 def keys_of(row, seq, chunk, kv_head):
-    """Where the keys of a page of one head begin; its values are kv_heads·64·dim bytes behind."""
+    """Where the keys of a page of one head begin; its values are kv_heads times `head_bytes` behind."""
     page = page_of(word(row, A.pages), word(row, A.pages_stride), seq, 16 * chunk)
-    return word(row, A.kv) + (page * 2 * word(row, A.kv_heads) + kv_head) * 64 * word(row, A.dim)
+    return word(row, A.kv) + (page * 2 * word(row, A.kv_heads) + kv_head) * head_bytes(row)
 
 
 @inner
@@ -420,15 +499,15 @@ def attend_range(row, t, kv_head, begin, stop, slot, scores):
     group, k_dim, v_dim = word(row, A.heads) // word(row, A.kv_heads), word(row, A.k_dim), word(row, A.v_dim)
     length = types.int64(0) if word(row, A.causal) else length_of(row, seq)
     q = word(row, A.q) + 4 * (t * word(row, A.q_stride) + kv_head * group * k_dim)
-    size, below = slot_bytes(v_dim), word(row, A.kv_heads) * 64 * word(row, A.dim)
+    size, below, lines = slot_bytes(v_dim), word(row, A.kv_heads) * head_bytes(row), head_bytes(row) >> 6
     for h in range(group):
         begin_part(row, slot + h * size + 4 * v_dim, slot + h * size)
     for c in range(begin, stop):
         keys = keys_of(row, seq, c, kv_head)
-        if c + 1 < stop:
-            following = keys_of(row, seq, c + 1, kv_head)
-            prefetch_lines(following, word(row, A.dim))
-            prefetch_lines(following + below, word(row, A.dim))
+        if c + 2 < stop:
+            following = keys_of(row, seq, c + 2, kv_head)
+            prefetch_lines(following, lines)
+            prefetch_lines(following + below, lines)
         first = max(start_of(row, position) - 16 * c, 0)
         last = min(end_of(row, position, length) - 16 * c, 16)
         for h in range(group):

@@ -1,6 +1,7 @@
-"""Paged attention in AMX tiles, for steps of many tokens: numerics "act=bf16 acc=f32 chunk=page".
+"""Paged attention in AMX tiles, for steps of many tokens: numerics
+"act=bf16 acc=f32 chunk=2pages kv=bf16".
 
-Queries, keys, values and weights are rounded to bf16; scores and sums are float32. The queries of a
+Queries and weights are rounded to bf16, as keys and values are; scores and sums are float32. The queries of a
 tile are (token, head) pairs of one key head: sixteen lanes. Scores come as [key, query], so that the
 maximum and the sum over keys are taken lane by lane, and results are summed as [channel, query].
 Keys are taken 32 at a time, in order, and a query's sums depend on nothing else: so neither the
@@ -20,10 +21,9 @@ from numba import types
 from numba.core import cgutils
 
 from flashrt.backends.cpu.amx import pairs, tile, tiles_off, tiles_on
-from flashrt.backends.cpu.attention import A, length_of, page_of, run_length, start_of
+from flashrt.backends.cpu.attention import A, head_bytes, keys_of, length_of, run_length, start_of
 from flashrt.backends.cpu.intrinsics import (
     I8,
-    I16,
     I64,
     at,
     inner,
@@ -42,6 +42,7 @@ from flashrt.backends.cpu.tiles import load_at
 from flashrt.backends.cpu.vector import (
     LANES,
     VI,
+    VS,
     V,
     any_above,
     call,
@@ -50,6 +51,7 @@ from flashrt.backends.cpu.vector import (
     fma,
     load,
     load_whole,
+    masked_load,
     muladd,
     splat,
     spread,
@@ -116,16 +118,32 @@ def store_pairs(typing, dst, even, odd):
 
 
 @intrinsic
-def store_close(typing, dst, low, high):
-    """32 floats, rounded to bf16."""
+def copy_words(typing, dst, src, count):
+    """min(32, `count`) 16-bit words, zeros behind up to 32."""
 
     def codegen(context, b, signature, args):
-        kind = ir.VectorType(I16, 2 * LANES)
-        value = call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind, args[2], args[1])
-        b.store(value, at(b, args[0], kind)).align = 64
+        dst, src, count = args
+        for half in range(2):
+            left = b.sub(count, I64(16 * half))
+            value = masked_load(b, b.add(src, I64(32 * half)), left, VS)
+            b.store(value, at(b, b.add(dst, I64(32 * half)), VS)).align = 2
         return context.get_dummy_value()
 
-    return types.void(types.int64, f32x16, f32x16), codegen
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def join_words(typing, dst, even, odd, even_count, odd_count):
+    """16 pairs of 16-bit words: the first counts of each from memory, zeros behind."""
+
+    def codegen(context, b, signature, args):
+        dst, even, odd, even_count, odd_count = args
+        low = b.zext(masked_load(b, even, even_count, VS), VI)
+        high = b.shl(b.zext(masked_load(b, odd, odd_count, VS), VI), ir.Constant(VI, [16] * LANES))
+        b.store(b.or_(low, high), at(b, dst, VI)).align = 4
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
 
 
 @intrinsic
@@ -241,39 +259,30 @@ def begin_tile(row, j, t, kv_head, first, queries, position, memory):
 
 
 @inner
-def convert_keys(row, seq, kv_head, base, end, memory):
-    """The block's keys, row by row, and its values, column by column, as bf16.
+def take_keys(row, seq, kv_head, base, end, memory):
+    """The block's keys, row by row, and its values, column by column.
 
     Rows from `end` on may hold anything: of keys they are left out (their scores are masked), of values
     they are zeros.
     """
     _, _, _, keys, values, stage, _ = places(row, memory)
     deep, wide = parts(row)
-    heads, dim, k_dim, v_dim = word(row, A.kv_heads), word(row, A.dim), word(row, A.k_dim), word(row, A.v_dim)
+    line, k_dim, v_dim = 2 * word(row, A.dim), word(row, A.k_dim), word(row, A.v_dim)
     count = min(end - base, KEYS)
-    first = source_of(row, seq, kv_head, base)
-    second = source_of(row, seq, kv_head, base + 16) if count > 16 else first
+    first = keys_of(row, seq, base >> 4, kv_head)
+    second = keys_of(row, seq, (base >> 4) + 1, kv_head) if count > 16 else first
     for r in range(count):
-        source = (first if r < 16 else second) + (r & 15) * 4 * dim
-        for c in range(0, 32 * deep, 32):
-            low, high = load(source + 4 * c, k_dim - c), load(source + 4 * c + 64, k_dim - c - 16)
-            store_close(keys + r * 64 * deep + 2 * c, low, high)
-    below = heads * 64 * dim  # from keys to values
+        source = (first if r < 16 else second) + (r & 15) * line
+        for c in range(deep):
+            copy_words(keys + 64 * (r * deep + c), source + 64 * c, k_dim - 32 * c)
+    below = word(row, A.kv_heads) * head_bytes(row)  # from keys to values
     for i in range(wide):
         for r in range(16):
-            source = (first if r < 8 else second) + below + ((2 * r) & 15) * 4 * dim + 64 * i
+            source = (first if r < 8 else second) + below + ((2 * r) & 15) * line + 32 * i
             left = v_dim - 16 * i
-            even = load(source, left if 2 * r < count else 0)
-            odd = load(source + 4 * dim, left if 2 * r + 1 < count else 0)
-            store_pairs(stage + 64 * r, even, odd)
+            join_words(stage + 64 * r, source, source + line, left if 2 * r < count else 0,
+                       left if 2 * r + 1 < count else 0)  # fmt: skip
         transpose(values + TILE * i, stage, 64)
-
-
-@inner
-def source_of(row, seq, kv_head, position):
-    """Where the keys of a page of a head begin."""
-    page = page_of(word(row, A.pages), word(row, A.pages_stride), seq, position)
-    return word(row, A.kv) + (page * 2 * word(row, A.kv_heads) + kv_head) * 64 * word(row, A.dim)
 
 
 @inner
@@ -389,7 +398,7 @@ def attend_tiles(row, t, kv_head, first, queries, position, seq, end, memory):
     begin = start_of(row, position + first // group) // KEYS
     for block in range(begin, (end + KEYS - 1) // KEYS):
         base = KEYS * block
-        convert_keys(row, seq, kv_head, base, end, memory)
+        take_keys(row, seq, kv_head, base, end, memory)
         # the first tiles may stand before all of these keys, and see none
         seeing = types.int64(0)
         while word(row, A.causal) and position + (first + 16 * seeing + 15) // group < base:

@@ -49,7 +49,7 @@ class CpuDevice:
 
     def __init__(self, spec: Device, threads: int, progress: Progress | None = None) -> None:
         self.spec, self.threads, self.progress = spec, threads, progress
-        self._team = Team(threads, library())
+        self._team = Team(threads, library(), spec.cpus)
 
     def reserve(self, nbytes: int) -> U8:
         """Zeroed host memory, 64-byte aligned; large pieces in huge pages where the system has them."""

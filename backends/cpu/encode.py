@@ -135,12 +135,12 @@ class Operands:
         assert matrix.layout == "f32", f"{arg.block} is {matrix.layout}: only matrix products read that"
         return matrix.at, matrix.offset
 
-    def state(self, instr: micro.Dispatch) -> tuple[int, int, int]:
-        """(address, heads, dim) of the state kv f32[P,2,heads,16,dim] that the instruction names."""
+    def state(self, instr: micro.Dispatch) -> tuple[int, int, int, int]:
+        """(address, heads, dim, bytes of an element) of the state kv[P,2,heads,16,dim] of an instruction."""
         (name,) = instr.writes or instr.reads
         type = next(s.type for s in self.memory.stream.states if s.name == name)
         heads, dim = size(type.shape[2], {}), size(type.shape[4], {})
-        return host_address(self.memory.state(name, self.device)), heads, dim
+        return host_address(self.memory.state(name, self.device)), heads, dim, DTYPES[type.dtype]
 
 
 def host_address(place: Place) -> int:
@@ -249,11 +249,11 @@ def _rope(instr: micro.Dispatch, ops: Operands) -> Encoded:
 
 def _kv_write(instr: micro.Dispatch, ops: Operands) -> Encoded:
     k, v, positions, seq, pages = (ops.tensor(a) for a in instr.args)
-    kv, heads, dim = ops.state(instr)
+    kv, heads, dim, item = ops.state(instr)
     widths = size(k.width, {}) // heads, size(v.width, {}) // heads
     fields = rows.KvWrite(
         k.address, k.stride, v.address, v.stride, positions.address, seq.address,
-        pages.address, pages.stride, kv, k.rows, heads, *widths, dim,
+        pages.address, pages.stride, kv, k.rows, heads, *widths, dim, item,
     )  # fmt: skip
     return Encoded("kv_write", fields, k.rows * (k.width + v.width) * 0.5)
 
@@ -261,7 +261,7 @@ def _kv_write(instr: micro.Dispatch, ops: Operands) -> Encoded:
 def _attention(instr: micro.Dispatch, ops: Operands) -> Encoded:
     q, positions, seq, pages = (ops.tensor(a) for a in instr.args[:4])
     y = ops.tensor(instr.dst)
-    kv, kv_heads, dim = ops.state(instr)
+    kv, kv_heads, dim, item = ops.state(instr)
     sinks: tuple[Dim, Dim] = ops.either(instr.args[4]) if len(instr.args) > 4 else (0, 0)
     causal = instr.attr("causal", True)
     function = function_of("attention", instr.numerics or ATTENTION_EXACT)
@@ -276,7 +276,7 @@ def _attention(instr: micro.Dispatch, ops: Operands) -> Encoded:
     fields = rows.Attention(
         q.address, q.stride, positions.address, seq.address, pages.address, pages.stride, kv, *sinks,
         y.address, y.stride, q.rows, whole(instr, "heads"), kv_heads, whole(instr, "head_dim"),
-        whole(instr, "value_dim"), dim, whole(instr, "window"), int(causal is None or bool(causal)),
+        whole(instr, "value_dim"), dim, item, whole(instr, "window"), int(causal is None or bool(causal)),
         real(instr, "scale", 1.0), real(instr, "softcap"),
         ops.scratch(each), each, shared,
     )  # fmt: skip

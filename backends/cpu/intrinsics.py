@@ -119,7 +119,7 @@ def prefetch_lines(typing, address, count):
         fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         with cgutils.for_range(builder, args[1]) as loop:
             line = builder.add(args[0], builder.mul(loop.index, I64(64)))
-            builder.call(fetch, [at(builder, line, I8), I32(0), I32(3), I32(1)])
+            builder.call(fetch, [at(builder, line, I8), I32(0), I32(2), I32(1)])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen

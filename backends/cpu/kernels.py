@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from flashrt.ir.ops import (
     ATTENTION_BF16,
+    ATTENTION_CACHED,
     ATTENTION_EXACT,
     EXACT,
+    KV_WRITE_BF16,
     LINEAR_BF16,
     LINEAR_EXACT,
     LINEAR_I8,
@@ -95,7 +97,11 @@ _LINEARS: Mapping[str, tuple[str, ...]] = {
     LINEAR_I8: ("linear_vnni", "linear_i8"),
     LINEAR_BF16: ("linear_amx",),
 }
-_ATTENTIONS: Mapping[str, str] = {ATTENTION_EXACT: "attention", ATTENTION_BF16: "attention_tiles"}
+_ATTENTIONS: Mapping[str, str] = {
+    ATTENTION_EXACT: "attention",
+    ATTENTION_CACHED: "attention",
+    ATTENTION_BF16: "attention_tiles",
+}
 
 
 def candidates(kernel: str, numerics: str) -> tuple[str, ...]:
@@ -122,4 +128,4 @@ def offered() -> tuple[tuple[str, str], ...]:
     tables = [(f"embedding.{x}", EXACT) for x in LAYOUTS]
     attentions = [("attention", n) for n in _ATTENTIONS]
     plain = [(name, EXACT) for name in _PLAIN]
-    return (*linears, *tables, *plain, *attentions, ("kv_write", EXACT))
+    return (*linears, *tables, *plain, *attentions, ("kv_write", EXACT), ("kv_write", KV_WRITE_BF16))

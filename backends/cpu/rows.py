@@ -125,7 +125,7 @@ class Rope(NamedTuple):
 
 
 class KvWrite(NamedTuple):
-    """k[T, heads*k_dim] and v[T, heads*v_dim] into the pages of kv[P,2,heads,16,dim]."""
+    """k[T, heads*k_dim] and v[T, heads*v_dim] into the pages of kv[P,2,heads,16,dim], `item` bytes each."""
 
     k: Dim
     k_stride: Dim
@@ -141,13 +141,14 @@ class KvWrite(NamedTuple):
     k_dim: Dim
     v_dim: Dim
     dim: Dim
+    item: Dim
 
 
 class Attention(NamedTuple):
     """y[T, heads*v_dim] = attention of q[T, heads*k_dim] over kv[P,2,kv_heads,16,dim].
 
-    window, softcap: 0 is none. scratch: of each thread, scratch_stride bytes apart.
-    shared: of all threads, zeros between steps (`attention.attend_few`).
+    item: bytes of an element of kv. window, softcap: 0 is none. scratch: of each thread, scratch_stride
+    bytes apart. shared: of all threads, zeros between steps (`attention.attend_few`).
     """
 
     q: Dim
@@ -167,6 +168,7 @@ class Attention(NamedTuple):
     k_dim: Dim
     v_dim: Dim
     dim: Dim
+    item: Dim
     window: Dim
     causal: Dim
     f64_scale: Dim

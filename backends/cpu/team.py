@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 
 from flashrt.backend import U8
 from flashrt.backends.cpu.cache import Library
@@ -18,16 +19,20 @@ from flashrt.backends.cpu.rows import CONTROL_BYTES
 
 
 class Team:
-    """`threads` threads, the caller of `run` included. One run at a time."""
+    """`threads` threads, the caller of `run` included. One run at a time.
 
-    def __init__(self, threads: int, library: Library) -> None:
+    cpus: logical processors of a core group. Each thread then has one of its own, the caller too while
+    it runs; without a group the caller stays where it is.
+    """
+
+    def __init__(self, threads: int, library: Library, cpus: Sequence[int] = ()) -> None:
         assert threads >= 1, threads
-        self.threads = threads
+        self.threads, self._own = threads, set(cpus[:1])
         self._control = aligned(CONTROL_BYTES)
         self._run, quit = library.function("team_run"), library.function("team_quit")
         self._helpers: list[threading.Thread] = []
         self._close = weakref.finalize(self, _send_home, quit, threads, self._control, self._helpers)
-        cores = sorted(os.sched_getaffinity(0))
+        cores = list(cpus) or sorted(os.sched_getaffinity(0))
         help = library.function("team_help") if threads > 1 else None
         for tid in range(1, threads):
             core = cores[tid] if threads <= len(cores) else None
@@ -39,7 +44,16 @@ class Team:
     def run(self, code: int, epoch: int) -> int:
         """Walks the code whose words lie at `code`; 0, or why the walk stopped (walk.ABORTED, …)."""
         assert self._close.alive, "the team is closed"
-        return self._run(self.threads, self._control.ctypes.data, code, epoch)
+        if not self._own:
+            return self._run(self.threads, self._control.ctypes.data, code, epoch)
+        before = os.sched_getaffinity(0)
+        if before != self._own:
+            os.sched_setaffinity(0, self._own)
+        try:
+            return self._run(self.threads, self._control.ctypes.data, code, epoch)
+        finally:
+            if before != self._own:
+                os.sched_setaffinity(0, before)
 
     def close(self) -> None:
         """Ends the helpers. Idempotent."""

@@ -15,10 +15,9 @@ from numba import types
 from numba.core import cgutils
 
 from flashrt.backends.cpu.intrinsics import F32, I16, I64, at, intrinsic
-from flashrt.backends.cpu.vector import LANES, VI, V, constant, muladd, splat, tree
+from flashrt.backends.cpu.vector import LANES, VI, VS, V, constant, masked_load, muladd, splat, tree
 
 VH = ir.VectorType(ir.HalfType(), LANES)
-VS = ir.VectorType(I16, LANES)
 # A float whose bits are 0x4B000000 | n is 2^23 + n, for n < 2^23: whole numbers without a conversion.
 _MAGIC, _BASE = 0x4B000000, float(2**23)
 
@@ -111,13 +110,21 @@ class Totals:
             self.b.store(self.b.load(value), target).align = 4
 
 
-def _floats(b: ir.IRBuilder, address: ir.Value, element: str) -> ir.Value:
+def floats(b: ir.IRBuilder, address: ir.Value, element: str) -> ir.Value:
     """16 elements as f32."""
     if element == "f32":
         return load_at(b, address, V, 0, 4)
     if element == "f16":
         return b.fpext(load_at(b, address, VH), V)
     return b.bitcast(b.shl(b.zext(load_at(b, address, VS), VI), ints(16)), V)
+
+
+def floats_part(b: ir.IRBuilder, address: ir.Value, element: str, count: ir.Value) -> ir.Value:
+    """`count` < 16 elements of f32 or bf16 as f32, zeros behind; no more are read."""
+    if element == "f32":
+        return masked_load(b, address, count)
+    half = masked_load(b, address, count, VS)
+    return b.bitcast(b.shl(b.zext(half, VI), ints(16)), V)
 
 
 @cache
@@ -137,7 +144,7 @@ def plain_tile(element: str, rows: int, tokens: int) -> Any:
             totals = Totals(b, acc, rows * tokens)
             with cgutils.for_range(b, steps) as loop:
                 w_at = b.mul(loop.index, I64(16 * size))
-                ws = [_floats(b, b.add(row, w_at), element) for row in w_rows]
+                ws = [floats(b, b.add(row, w_at), element) for row in w_rows]
                 x_at = b.mul(loop.index, I64(64))
                 xs = [load_at(b, b.add(row, x_at), V, 0, 4) for row in x_rows]
                 for r in range(rows):

@@ -23,6 +23,7 @@ LANES = 16
 V = ir.VectorType(F32, LANES)
 VI = ir.VectorType(I32, LANES)
 VB = ir.VectorType(I8, LANES)
+VS = ir.VectorType(I16, LANES)
 _ROUND = 1.5 * 2.0**23  # adding it leaves the nearest whole number in the low bits
 
 
@@ -194,12 +195,15 @@ def _mask(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
     return builder.icmp_signed("<", lanes, splat(builder, builder.trunc(count, I32)))
 
 
-def masked_load(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> ir.Value:
-    """The first `count` lanes from memory, the others 0 and not read."""
-    pointer, mask = at(builder, address, V), _mask(builder, count)
-    kind = ir.FunctionType(V, [pointer.type, I32, mask.type, V])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.load.v16f32.p0")
-    return builder.call(function, [pointer, I32(4), mask, constant(0.0)])
+def masked_load(
+    builder: ir.IRBuilder, address: ir.Value, count: ir.Value, lanes: ir.VectorType = V
+) -> ir.Value:
+    """The first `count` lanes (floats, or 16-bit words) from memory, the others 0 and not read."""
+    pointer, mask = at(builder, address, lanes), _mask(builder, count)
+    name, nbytes = ("v16f32", 4) if lanes == V else ("v16i16", 2)
+    kind = ir.FunctionType(lanes, [pointer.type, I32, mask.type, lanes])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.{name}.p0")
+    return builder.call(function, [pointer, I32(nbytes), mask, ir.Constant(lanes, None)])
 
 
 @intrinsic
@@ -271,23 +275,40 @@ def store_rounded(typing, address, v, count):
     return types.void(types.int64, f32x16, types.int64), codegen
 
 
+def _to_bf16(builder: ir.IRBuilder, v: ir.Value) -> ir.Value:
+    """bf16 as 16-bit words, nearest and half to even; a NaN stays one."""
+    bits = builder.bitcast(v, VI)
+    sixteen, one = (ir.Constant(VI, [n] * LANES) for n in (16, 1))
+    odd = builder.and_(builder.lshr(bits, sixteen), one)
+    rounded = builder.add(bits, builder.add(odd, ir.Constant(VI, [0x7FFF] * LANES)))
+    quiet = builder.or_(bits, ir.Constant(VI, [0x400000] * LANES))
+    rounded = builder.select(builder.fcmp_unordered("uno", v, v), quiet, rounded)
+    return builder.trunc(builder.lshr(rounded, sixteen), VS)
+
+
 @intrinsic
 def store_bf16(typing, address, v):
-    """16 bf16, nearest and half to even; a NaN stays one."""
+    """16 bf16."""
 
     def codegen(context, builder, signature, args):
-        bits = builder.bitcast(args[1], VI)
-        sixteen, one = (ir.Constant(VI, [n] * LANES) for n in (16, 1))
-        odd = builder.and_(builder.lshr(bits, sixteen), one)
-        rounded = builder.add(bits, builder.add(odd, ir.Constant(VI, [0x7FFF] * LANES)))
-        quiet = builder.or_(bits, ir.Constant(VI, [0x400000] * LANES))
-        rounded = builder.select(builder.fcmp_unordered("uno", args[1], args[1]), quiet, rounded)
-        kind = ir.VectorType(I16, LANES)
-        narrow = builder.trunc(builder.lshr(rounded, sixteen), kind)
-        builder.store(narrow, at(builder, args[0], kind)).align = 2
+        builder.store(_to_bf16(builder, args[1]), at(builder, args[0], VS)).align = 2
         return context.get_dummy_value()
 
     return types.void(types.int64, f32x16), codegen
+
+
+@intrinsic
+def store_bf16_part(typing, address, v, count):
+    """The first min(16, `count`) lanes as bf16."""
+
+    def codegen(context, builder, signature, args):
+        pointer, mask = at(builder, args[0], VS), _mask(builder, args[2])
+        kind = ir.FunctionType(ir.VoidType(), [VS, pointer.type, I32, mask.type])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v16i16.p0")
+        builder.call(function, [_to_bf16(builder, args[1]), pointer, I32(2), mask])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, f32x16, types.int64), codegen
 
 
 @inner

@@ -1,6 +1,6 @@
 """Paged attention, in two kernels: `kv_write`, then `attention`.
 
-State kv f32[P, 2, Hk, 16, D]: P pages of 16 tokens; index 0 keys, 1 values; D = max(head_dim,
+State kv f32 or bf16 [P, 2, Hk, 16, D]: P pages of 16 tokens; index 0 keys, 1 values; D = max(head_dim,
 value_dim), of which keys use the first head_dim and values the first value_dim channels.
 
 Token t belongs to sequence row seq[t]. Position p of sequence s lies in page pages[s, p // 16],
@@ -70,7 +70,8 @@ def attention(
     sequence has in this step. window > 0: only to p > own − window. Scores are q·k·scale, then
     softcap·tanh(score/softcap) when softcap > 0; softmax in f32. Query head h reads key head
     h // (Hq/Hk). sinks[Hq]: one more logit per head, which takes probability but has no value.
-    With "act=bf16 …" queries, keys, values and weights are rounded to bf16 before their products.
+    With "act=bf16 …" queries and weights are rounded to bf16 before their products, as keys and values were
+    when they were written.
     """
     out = np.zeros((len(positions), shape.heads * shape.value_dim), np.float32)
     for s in np.unique(seq):
@@ -80,7 +81,7 @@ def attention(
         rows = table.transpose(1, 2, 0, 3, 4).reshape(2, shape.kv_heads, -1, kv.shape[-1])[:, :, :length]
         keys, values = rows[0, ..., : shape.head_dim], rows[1, ..., : shape.value_dim]
         rounded = round_bf16 if numerics == ATTENTION_BF16 else real
-        keys, values, asked = rounded(keys), rounded(values), rounded(q)
+        keys, values, asked = real(keys), real(values), rounded(real(q))
         # token by token, over the keys it sees: its sums don't depend on what else is in the step
         for t in tokens:
             end = int(positions[t]) + 1 if shape.causal else length

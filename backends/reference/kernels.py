@@ -7,12 +7,22 @@ from dataclasses import dataclass
 
 from flashrt.backends.reference.evaluate import known
 from flashrt.errors import PlanError
-from flashrt.ir.ops import ATTENTION_BF16, ATTENTION_EXACT, EXACT, LINEAR_BF16, LINEAR_EXACT, LINEAR_I8, OPS
+from flashrt.ir.ops import (
+    ATTENTION_BF16,
+    ATTENTION_CACHED,
+    ATTENTION_EXACT,
+    EXACT,
+    KV_WRITE_BF16,
+    LINEAR_BF16,
+    LINEAR_EXACT,
+    LINEAR_I8,
+    OPS,
+)
 from flashrt.layouts import LAYOUTS
 
 EPILOGUES = ("", "+bias", "+residual", "+bias+residual")
 _LINEAR = (LINEAR_EXACT, LINEAR_I8, LINEAR_BF16)
-_ATTENTION = (ATTENTION_EXACT, ATTENTION_BF16)
+_ATTENTION = (ATTENTION_EXACT, ATTENTION_CACHED, ATTENTION_BF16)
 _DOTTED = ("aten", "flashrt")  # rooms whose operations have a dot in their name
 
 
@@ -39,7 +49,7 @@ def read_kernel(name: str) -> Kernel:
 
 def kernels() -> tuple[tuple[str, str], ...]:
     """Every (kernel, numerics) pair: named operations × layouts × epilogues, and `kv_write`."""
-    pairs = [("kv_write", EXACT)]
+    pairs = [("kv_write", EXACT), ("kv_write", KV_WRITE_BF16)]
     for op, entry in OPS.items():
         if op == "linear":
             names = [f"linear.{layout}{epilogue}" for layout in LAYOUTS for epilogue in EPILOGUES]

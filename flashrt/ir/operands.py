@@ -63,7 +63,8 @@ def operands_fit(memory: MemoryMap) -> Iterator[Violation]:
 
 
 class _Call(NamedTuple):
-    """A kernel and the types it is handed. scheme: how the activations of a linear are quantised."""
+    """A kernel and the types it is handed. scheme: how the activations of a linear are quantised; cache:
+    dtype of the keys and values of an attention, by its numerics."""
 
     kernel: str
     args: tuple[TensorType, ...]
@@ -72,6 +73,7 @@ class _Call(NamedTuple):
     bias: TensorType | None = None
     states: tuple[TensorType, ...] = ()
     attrs: Attrs = ()
+    cache: str = "f32"
 
 
 class _Finder:
@@ -93,8 +95,9 @@ class _Finder:
                 args = tuple(self.type(a, instr.device) for a in instr.args)
                 made = None if instr.dst is None else self.type(instr.dst, instr.device)
                 scheme = instr.numerics.partition("act=")[2].partition(" ")[0]
-                states = tuple(self._states[s] for s in instr.writes)
-                return _Call(instr.kernel, args, made, scheme, bias, states, instr.attrs)
+                states = tuple(self._states[s] for s in (*instr.writes, *instr.reads))
+                cache = instr.numerics.partition("kv=")[2].partition(" ")[0] or "f32"
+                return _Call(instr.kernel, args, made, scheme, bias, states, instr.attrs, cache)
         return None
 
     def type(self, arg: micro.Arg, device: str) -> TensorType:
@@ -157,8 +160,10 @@ def _more_faults(op: str, types: Types, call: _Call) -> Faults:
             yield from _index_faults(types[0])
         case "attention":
             yield from _paged_faults(types[0], types[1:4])
+            yield from _cache_faults(call)
         case "kv_write":
             yield from _paged_faults(types[0], types[2:5])
+            yield from _cache_faults(call)
             yield from _state_faults(types[0], types[1], attrs, call.states[0])
 
 
@@ -172,6 +177,11 @@ def _paged_faults(x: TensorType, paged: Types) -> Faults:
     for what, have in (("positions", positions), ("seq", seq)):
         yield from _differ(what, have, TensorType("i32", x.shape[:1]))
     yield from _differ("pages", pages, TensorType("i32", (pages.shape[0], pages.shape[1])))
+
+
+def _cache_faults(call: _Call) -> Faults:
+    for kv in call.states[:1]:
+        yield from _differ("the state", kv, TensorType(call.cache, kv.shape))
 
 
 def _state_faults(k: TensorType, v: TensorType, attrs: Mapping[str, Value], kv: TensorType) -> Faults:

@@ -25,7 +25,10 @@ LINEAR_EXACT = "act=f32 acc=f32"
 LINEAR_I8 = "act=i8/32 acc=f32"
 LINEAR_BF16 = "act=bf16 acc=f32"
 ATTENTION_EXACT = "acc=f32 chunk=page"
-ATTENTION_BF16 = "act=bf16 acc=f32 chunk=2pages"
+# with "kv=bf16" keys and values are rounded to bf16 when they are written
+ATTENTION_CACHED = "acc=f32 chunk=page kv=bf16"
+ATTENTION_BF16 = "act=bf16 acc=f32 chunk=2pages kv=bf16"
+KV_WRITE_BF16 = "acc=f32 kv=bf16"
 LINEAR_F16 = "act=f16 acc=f32"
 
 # scheme of a `quantize` instruction → the type of what it makes of activations f32[T,K]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from flashrt.backend import Compute, OpenDevice
 from flashrt.backends.cpu import CpuDevice
 from flashrt.backends.reference import ReferenceBackend
+from flashrt.backends.reference.arrays import DTYPE
 from flashrt.ir import micro
 from flashrt.ir.text import read_micro
 from flashrt.layouts import LAYOUTS, U8, pack_plain, pack_quants
@@ -97,11 +98,11 @@ def regions(instrs: Sequence[Compute]) -> list[list[Compute]]:
     return out[:-1]
 
 
-def kv_view(memory: HandMemory) -> F32:
-    """All floats of state `kv`: a view."""
+def kv_view(memory: HandMemory) -> Any:
+    """All elements of state `kv`, f32 or bf16: a view."""
     place = memory.state("kv", "cpu:0")
-    view: F32 = place.buffer[place.offset : place.offset + place.bytes].view(np.float32)
-    return view
+    dtype = next(s.type.dtype for s in memory.stream.states if s.name == "kv")
+    return place.buffer[place.offset : place.offset + place.bytes].view(DTYPE[dtype])
 
 
 def guard_intact(memory: HandMemory) -> bool:
