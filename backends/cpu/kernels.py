@@ -49,10 +49,14 @@ def _matrices(layout: Layout) -> dict[str, KernelEntry]:
 
 
 def _i8(layout: Layout) -> dict[str, KernelEntry]:
-    """The product with INT8 activations, with the processor's dot product and without."""
+    """The product with INT8 activations, with AMX tiles, with the dot product, and without either."""
     common, requires = (layout.bits, layout.minimum), frozenset({"f16c"})
     vnni = requires | {"avx512f", "avx512bw", "avx512vnni"}
+    tiles = vnni | TILES | {"amx-int8"}
     return {
+        f"linear_i8_tiles.{layout.name}": KernelEntry(
+            "vnni", "quantised_i8", (*common, True, True), requires=tiles
+        ),
         f"linear_vnni.{layout.name}": KernelEntry("vnni", "quantised_i8", (*common, True), requires=vnni),
         f"linear_i8.{layout.name}": KernelEntry("vnni", "quantised_i8", (*common, False), requires=requires),
     }
@@ -94,7 +98,7 @@ KERNELS: Mapping[str, KernelEntry] = {
 # by numerics: functions that compute a product, the fastest first; the layout follows the name
 _LINEARS: Mapping[str, tuple[str, ...]] = {
     LINEAR_EXACT: ("linear",),
-    LINEAR_I8: ("linear_vnni", "linear_i8"),
+    LINEAR_I8: ("linear_i8_tiles", "linear_vnni", "linear_i8"),
     LINEAR_BF16: ("linear_amx",),
 }
 _ATTENTIONS: Mapping[str, str] = {

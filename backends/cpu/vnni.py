@@ -1,7 +1,8 @@
 """Products of packed weights with INT8 activations: numerics "act=i8/32 acc=f32".
 
 The sum over a block of 32 is taken in integers, so it is exact however it is taken: with
-AVX512-VNNI's four-byte dot product, or with plain multiplications on any other processor.
+AVX512-VNNI's four-byte dot product, in AMX tiles when there are several tokens (amx_i8.py), or with
+plain multiplications on any other processor.
 Blocks are then added in their order, in float32: so neither the processor nor the number of
 tokens, threads or channels beside a value changes a bit of it.
 
@@ -22,6 +23,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from flashrt.backends.cpu import amx_i8
+from flashrt.backends.cpu.amx import tiles_off
+from flashrt.backends.cpu.amx_i8 import tiles_i8_on
 from flashrt.backends.cpu.intrinsics import (
     F32,
     I8,
@@ -36,9 +40,9 @@ from flashrt.backends.cpu.intrinsics import (
     word,
 )
 from flashrt.backends.cpu.linear import Kernel, L, finish, zero
-from flashrt.backends.cpu.rows import i8_row_bytes
+from flashrt.backends.cpu.rows import RUN, TILED, i8_row_bytes
 from flashrt.backends.cpu.share import channels_of, product_run, product_runs
-from flashrt.backends.cpu.tiles import VH, Totals, ints, load_at
+from flashrt.backends.cpu.tiles import VH, Totals, ints, load_at, prefetch_ahead
 from flashrt.backends.cpu.vector import LANES, VI, V, call, load_whole, muladd, splat
 from flashrt.layouts import BLOCK
 
@@ -70,16 +74,32 @@ def _unsigned(b: ir.IRBuilder, q: ir.Value, j: int, bits: int) -> list[tuple[int
     return [(8 * j, b.and_(words, nibbles)), (8 * j + 4, b.and_(b.lshr(words, ints(4)), nibbles))]
 
 
-AHEAD = 12288  # bytes: some 200 ns of work
+def block_scales(b: ir.IRBuilder, s: ir.Value, m: ir.Value, block: ir.Value, minimum: bool) -> Any:
+    """Scales of 16 channels, and their minima or None, of a block."""
+    per_block = b.mul(block, I64(2 * LANES))
+    scale = b.fpext(load_at(b, b.add(s, per_block), VH), V)
+    return scale, b.fpext(load_at(b, b.add(m, per_block), VH), V) if minimum else None
 
 
-def _prefetch(b: ir.IRBuilder, address: ir.Value, nbytes: int) -> None:
-    """Asks for the bytes that are read soon. Quants, scales and minima of a group are three short runs,
-    too short for the processor to guess; but groups lie behind each other, so their bytes are one."""
-    kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(I8), I32, I32, I32])
-    fetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    for offset in range(0, nbytes, 64):
-        b.call(fetch, [at(b, b.add(address, I64(AHEAD + offset)), I8), I32(0), I32(3), I32(1)])
+def add_block(
+    b: ir.IRBuilder,
+    totals: Totals,
+    t: int,
+    dot: ir.Value,
+    weights: Any,
+    scale_at: Any,
+    total_at: Any,
+    minimum: bool,
+) -> None:
+    """One block of one token: its integer sums, scaled, onto the totals; see the top of this file."""
+    scale, least = weights
+    a_scale = splat(b, load_at(b, scale_at, F32, 0, 4))
+    if minimum:
+        total = splat(b, load_at(b, total_at, F32, 0, 4))
+        totals.add(t, a_scale, muladd(b, b.sitofp(dot, V), scale, b.fmul(least, total)))
+    else:
+        dot = b.sub(dot, splat(b, load_at(b, total_at, I32, 0, 4)))
+        totals.add(t, b.sitofp(dot, V), b.fmul(scale, a_scale))
 
 
 @cache
@@ -103,31 +123,19 @@ def dot_tile(bits: int, minimum: bool, tokens: int, vnni: bool) -> Any:
                 block = b.add(q, b.mul(loop.index, I64(16 * BLOCK * bits // 8)))
                 a_bytes = b.mul(loop.index, I64(BLOCK))
                 at_a = [b.add(row, a_bytes) for row in rows]
-                if tokens == 1:
-                    record = 16 * (BLOCK * bits // 8 + 2 + 2 * minimum)
-                    _prefetch(b, b.add(q, b.mul(loop.index, I64(record))), record)
+                prefetch_ahead(b, q, loop.index, bits, minimum)
                 dots = [[ints(0)] * chains for _ in range(tokens)]
                 for j in range(bits):
                     for k, w in _unsigned(b, block, j, bits):
                         for t in range(tokens):
                             four, chain = load_at(b, at_a[t], I32, k, 4), k // 4 % chains
                             dots[t][chain] = _dot(b, dots[t][chain], w, four, vnni)
-                per_block = b.mul(loop.index, I64(2 * LANES))
-                scale = b.fpext(load_at(b, b.add(s, per_block), VH), V)
-                if minimum:
-                    least = b.fpext(load_at(b, b.add(m, per_block), VH), V)
+                weights = block_scales(b, s, m, loop.index, minimum)
                 of_block = b.mul(loop.index, I64(4))
                 for t in range(tokens):
                     dot = b.add(*dots[t]) if chains == 2 else dots[t][0]
-                    a_scale = splat(b, load_at(b, b.add(scales[t], of_block), F32, 0, 4))
-                    total_at = b.add(sums[t], of_block)
-                    if minimum:
-                        total = splat(b, load_at(b, total_at, F32, 0, 4))
-                        inner_sum = muladd(b, b.sitofp(dot, V), scale, b.fmul(least, total))
-                        totals.add(t, a_scale, inner_sum)
-                    else:
-                        dot = b.sub(dot, splat(b, load_at(b, total_at, I32, 0, 4)))
-                        totals.add(t, b.sitofp(dot, V), b.fmul(scale, a_scale))
+                    places = b.add(scales[t], of_block), b.add(sums[t], of_block)
+                    add_block(b, totals, t, dot, weights, *places, minimum)
             totals.store()
             return context.get_dummy_value()
 
@@ -172,9 +180,13 @@ def preparation(bits: int, minimum: bool) -> Any:
     return prepare
 
 
-def quantised_i8(bits: int, minimum: bool, vnni: bool) -> Kernel:
-    """The kernel of a packed format with groups of 16 channels and blocks of 32."""
+def quantised_i8(bits: int, minimum: bool, vnni: bool, tiles: bool = False) -> Kernel:
+    """The kernel of a packed format with groups of 16 channels and blocks of 32.
+
+    tiles: AMX does the sums of TILED tokens and more.
+    """
     tile8, tile4, tile1 = (dot_tile(bits, minimum, tokens, vnni) for tokens in (8, 4, 1))
+    tile_sums = amx_i8.tile_group(_unsigned, block_scales, add_block, bits, minimum) if tiles else None
     prepare = preparation(bits, minimum)
     quant_bytes = 16 * BLOCK * bits // 8
     block_bytes = quant_bytes + (64 if minimum else 32)
@@ -204,16 +216,37 @@ def quantised_i8(bits: int, minimum: bool, vnni: bool) -> Kernel:
                 finish(row, load_whole(acc + 64 * i), first + t + i, 16 * g, n - 16 * g)
             t += tokens
 
+    @inner
+    def tiled_group(row, g, first, count, a, stride, acc, work):
+        """The same of at most 16 tokens. work: room for a group's quants, then for sums."""
+        n, blocks = word(row, L.n), (word(row, L.k) + 31) >> 5
+        q = operand(row, L.w_at, L.w) + g * blocks * block_bytes
+        s = q + blocks * quant_bytes
+        zero(acc, count)
+        tile_sums(q, s, s + 32 * blocks, blocks, a, stride, count, acc, work, work + 512 * blocks)
+        for i in range(count):
+            finish(row, load_whole(acc + 64 * i), first + i, 16 * g, n - 16 * g)
+
     def kernel(tid, nth, row):
         n, k, t_count = word(row, L.n), word(row, L.k), word(row, L.t)
         groups, stride = (n + 15) >> 4, row_bytes(k)
-        a, acc = word(row, L.scratch) + tid * word(row, L.scratch_stride), stack(8 * 64)
+        a, acc = word(row, L.scratch) + tid * word(row, L.scratch_stride), stack(16 * 64)
         first_group, last_group = channels_of(groups, t_count, tid, nth)
         for run in range(product_runs(t_count, nth)):
             first, end = product_run(run, t_count, tid, nth)
             for t in range(first, end):
                 prepare(word(row, L.x) + t * word(row, L.x_stride), k, a + (t - first) * stride)
-            for g in range(first_group, last_group):
-                group(row, g, first, end - first, a, stride, acc)
+            t = first
+            if tiles:
+                while end - t >= TILED:
+                    count = min(end - t, 16)
+                    tiles_i8_on(stack(64), count)
+                    for g in range(first_group, last_group):
+                        tiled_group(row, g, t, count, a + (t - first) * stride, stride, acc, a + RUN * stride)
+                    tiles_off()
+                    t += count
+            if t < end:
+                for g in range(first_group, last_group):
+                    group(row, g, t, end - t, a + (t - first) * stride, stride, acc)
 
     return kernel

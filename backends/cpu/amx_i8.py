@@ -1,0 +1,156 @@
+"""INT8 products in AMX tiles, for several tokens: the same numerics and bits as vnni.py.
+
+A block's 32 k are half a tile: one product gives the sums of 16 channels for up to 16 tokens, in
+integers. They are then scaled and added block by block, as vnni.py does it for one token.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from flashrt.backends.cpu.amx import tile
+from flashrt.backends.cpu.intrinsics import I8, I64, at, inner, intrinsic
+from flashrt.backends.cpu.rows import SUM_BLOCKS, TILE
+from flashrt.backends.cpu.tiles import Totals, load_at, prefetch_ahead
+from flashrt.backends.cpu.vector import VI
+from flashrt.layouts import BLOCK
+
+_SUMS, _TOKENS, _WEIGHTS = (0, 1), (2, 3), (4, 5)  # tile registers
+
+
+@intrinsic
+def tiles_i8_on(typing, config, tokens):
+    """Tiles of sums and tokens have `tokens` rows; config: address of 64 bytes that are overwritten."""
+
+    def codegen(context, b, signature, args):
+        config, tokens = args
+        b.store(ir.Constant(VI, [1, *[0] * 15]), at(b, config, VI)).align = 4
+        eight = ir.IntType(8)
+        for register in (*_SUMS, *_TOKENS, *_WEIGHTS):
+            wide = 32 if register in _TOKENS else 64  # bytes of a row
+            b.store(ir.IntType(16)(wide), at(b, b.add(config, I64(16 + 2 * register)), ir.IntType(16)))
+            rows = eight(8) if register in _WEIGHTS else b.trunc(tokens, eight)
+            b.store(rows, at(b, b.add(config, I64(48 + register)), eight))
+        tile(b, "ldtilecfg", at(b, config, I8))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@cache
+def spread_weights(unpack: Any, bits: int, minimum: bool) -> Any:
+    """spread(dst, q, blocks): a group's quants as unsigned bytes, 512 bytes a block: rows of 4 k.
+
+    unpack: (b, address, j, bits) → (k, bytes of 16 channels × 4 k) of the j-th 64 bytes of a block.
+    """
+
+    @intrinsic
+    def spread(typing, dst, q, blocks):
+        def codegen(context, b, signature, args):
+            dst, q, blocks = args
+            with cgutils.for_range(b, blocks) as loop:
+                prefetch_ahead(b, q, loop.index, bits, minimum)
+                source = b.add(q, b.mul(loop.index, I64(16 * BLOCK * bits // 8)))
+                target = b.add(dst, b.mul(loop.index, I64(16 * BLOCK)))
+                for j in range(bits):
+                    for k, words in unpack(b, source, j, bits):
+                        b.store(words, at(b, b.add(target, I64(16 * k)), VI)).align = 64
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 3), codegen
+
+    return spread
+
+
+@intrinsic
+def block_sums(typing, a, a_stride, w, blocks, sums):
+    """sums i32[blocks][16][16] = a i8[tokens, 32·blocks] · w, block by block; see `spread_weights`."""
+
+    def codegen(context, b, signature, args):
+        a, a_stride, w, blocks, sums = args
+
+        def one(index: ir.Value, way: int) -> None:
+            tile(b, "tilezero", _SUMS[way])
+            tokens = at(b, b.add(a, b.mul(index, I64(BLOCK))), I8)
+            tile(b, "tileloadd64", _TOKENS[way], tokens, a_stride)
+            weights = at(b, b.add(w, b.mul(index, I64(16 * BLOCK))), I8)
+            tile(b, "tileloadd64", _WEIGHTS[way], weights, I64(64))
+            tile(b, "tdpbsud", _SUMS[way], _TOKENS[way], _WEIGHTS[way])
+            tile(b, "tilestored64", _SUMS[way], at(b, b.add(sums, b.mul(index, I64(TILE))), I8), I64(64))
+
+        with cgutils.for_range(b, b.lshr(blocks, I64(1))) as loop:
+            first = b.mul(loop.index, I64(2))
+            one(first, 0)
+            one(b.add(first, I64(1)), 1)
+        with b.if_then(b.icmp_signed("!=", b.and_(blocks, I64(1)), I64(0))):
+            one(b.sub(blocks, I64(1)), 0)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+@cache
+def scale_tile(block_scales: Any, add_block: Any, minimum: bool, tokens: int) -> Any:
+    """scaled(sums, s, m, blocks, scales, totals, stride, acc): adds `tokens` tokens' sums of some blocks.
+
+    sums: i32[blocks][16][16], from the first token on. scales, totals: addresses of the first token's
+    scale of the first block, and of Σ a; `stride` bytes from token to token.
+    block_scales, add_block: what vnni.py does with a block.
+    """
+
+    @intrinsic
+    def scaled(typing, sums, s, m, blocks, scales, totals, stride, acc):
+        def codegen(context, b, signature, args):
+            sums, s, m, blocks, scales, block_totals, stride, acc = args
+            kept = Totals(b, acc, tokens)
+            offsets = [b.mul(stride, I64(t)) for t in range(tokens)]
+            with cgutils.for_range(b, blocks) as loop:
+                here = b.add(sums, b.mul(loop.index, I64(TILE)))
+                of_block = b.mul(loop.index, I64(4))
+                weights = block_scales(b, s, m, loop.index, minimum)
+                for t in range(tokens):
+                    dot = load_at(b, here, VI, 64 * t, 4)
+                    places = [b.add(b.add(p, offsets[t]), of_block) for p in (scales, block_totals)]
+                    add_block(b, kept, t, dot, weights, *places, minimum)
+            kept.store()
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), codegen
+
+    return scaled
+
+
+def tile_group(unpack: Any, block_scales: Any, add_block: Any, bits: int, minimum: bool) -> Any:
+    """sums(q, s, m, blocks, a, a_stride, count, acc, w, sums): 16 channels × `count` ≤ 16 tokens.
+
+    w: room for the group's quants as bytes; sums: room for the sums of SUM_BLOCKS blocks.
+    """
+    spread = spread_weights(unpack, bits, minimum)
+    scale8, scale4, scale1 = (scale_tile(block_scales, add_block, minimum, tokens) for tokens in (8, 4, 1))
+
+    @inner
+    def group(q, s, m, blocks, a, stride, count, acc, w, sums):
+        spread(w, q, blocks)
+        scales, totals = a + 32 * blocks, a + 36 * blocks
+        for block in range(0, blocks, SUM_BLOCKS):
+            some, at = min(blocks - block, SUM_BLOCKS), 32 * block
+            block_sums(a + 32 * block, stride, w + 512 * block, some, sums)
+            t = 0
+            while t < count:
+                here, of = sums + 64 * t, t * stride + 4 * block
+                if count - t >= 8:
+                    scale8(here, s + at, m + at, some, scales + of, totals + of, stride, acc + 64 * t)
+                    t += 8
+                elif count - t >= 4:
+                    scale4(here, s + at, m + at, some, scales + of, totals + of, stride, acc + 64 * t)
+                    t += 4
+                else:
+                    scale1(here, s + at, m + at, some, scales + of, totals + of, stride, acc + 64 * t)
+                    t += 1
+
+    return group
