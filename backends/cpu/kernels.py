@@ -93,6 +93,7 @@ KERNELS: Mapping[str, KernelEntry] = {
     "team_run": KernelEntry("walk", "team_run", arguments=4),
     "team_help": KernelEntry("walk", "team_help"),
     "team_quit": KernelEntry("walk", "team_quit", arguments=2),
+    "team_recall": KernelEntry("walk", "team_recall", arguments=2),
 }
 
 # by numerics: functions that compute a product, the fastest first; the layout follows the name

@@ -298,8 +298,11 @@ def sample_bytes(v: int) -> int:
 Fields = Linear | Embedding | Norm | RopeTable | Rope | KvWrite | Attention | Map | Copy | Quantize | Sample
 
 # words of the team's memory, each on a cache line of its own
-GO, CODE, EPOCH, DONE, ARRIVED, RELEASED, FAULT, SLEEPERS, QUIT = (64 * i for i in range(9))
-CONTROL_BYTES = 64 * 9
+GO, CODE, EPOCH, DONE, ARRIVED, RELEASED, FAULT, SLEEPERS, QUIT, RECALL, TEAM = (64 * i for i in range(11))
+MAX_THREADS = 1024
+WANTED = 64 * 11  # a word a thread: whether it is to work
+ROLE = WANTED + 8 * MAX_THREADS  # a word a thread: the run it last worked in, then what it is there
+CONTROL_BYTES = ROLE + 8 * MAX_THREADS
 
 
 class CodeWords(NamedTuple):

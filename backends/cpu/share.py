@@ -14,6 +14,7 @@ from typing import Any
 
 from flashrt.backends.cpu.intrinsics import inner, word
 from flashrt.backends.cpu.rows import RUN
+from flashrt.ir.types import Dim
 
 RUNS = 4  # runs a thread has at least when tokens are dealt: fewer would deal them too unevenly
 
@@ -60,7 +61,7 @@ def product_run(i, tokens, tid, nth):
     return first, min(first + RUN, tokens)
 
 
-def over_tokens(field: int, body: Any) -> Any:
+def over_tokens(field: Dim, body: Any) -> Any:
     """The kernel that calls body(row, first, last) for each run of its thread; `field` holds the tokens."""
 
     def kernel(tid, nth, row):

@@ -186,7 +186,7 @@ def quantised_i8(bits: int, minimum: bool, vnni: bool, tiles: bool = False) -> K
     tiles: AMX does the sums of TILED tokens and more.
     """
     tile8, tile4, tile1 = (dot_tile(bits, minimum, tokens, vnni) for tokens in (8, 4, 1))
-    tile_sums = amx_i8.tile_group(_unsigned, block_scales, add_block, bits, minimum) if tiles else None
+    tile_sums: Any = amx_i8.tile_group(_unsigned, block_scales, add_block, bits, minimum) if tiles else None
     prepare = preparation(bits, minimum)
     quant_bytes = 16 * BLOCK * bits // 8
     block_bytes = quant_bytes + (64 if minimum else 32)

@@ -37,9 +37,13 @@ from flashrt.backends.cpu.rows import (
     FAULT,
     GO,
     QUIT,
+    RECALL,
     RELEASED,
+    ROLE,
     ROW,
     SLEEPERS,
+    TEAM,
+    WANTED,
     CodeWords,
     Header,
 )
@@ -166,10 +170,27 @@ def walk_or_fault(tid, nth, code, epoch, control):
         store_release(control + FAULT, status)
 
 
-def team_run() -> Any:
-    """Thread 0's part of one run: (nth, control, code, epoch) → 0, ABORTED or BROKEN."""
+@inner
+def give_roles(threads, control, run):
+    """Numbers the threads that are wanted in this run; how many they are.
 
-    def kernel(nth, control, code, epoch):
+    A role names its run, so that a helper which comes late, after it sat out, takes no old or new role
+    for the one of the run it was woken for.
+    """
+    nth = types.int64(1)
+    for tid in range(1, threads):
+        if load_i64(control + WANTED + 8 * tid) != 0:
+            store_release(control + ROLE + 8 * tid, (run << 16) | nth)
+            nth += 1
+    store_i64(control + TEAM, nth)
+    return nth
+
+
+def team_run() -> Any:
+    """Thread 0's part of one run: (threads, control, code, epoch) → 0, ABORTED or BROKEN."""
+
+    def kernel(threads, control, code, epoch):
+        nth = give_roles(threads, control, load_i64(control + GO) + 1)
         store_i64(control + CODE, code)
         store_i64(control + EPOCH, epoch)
         for word in (ARRIVED, RELEASED, FAULT, DONE):
@@ -178,7 +199,7 @@ def team_run() -> Any:
             atomic_add(control + GO, 1)
             # an add, not a load: it can't be seen before GO's, so either the helper or we notice the other
             if atomic_add(control + SLEEPERS, 0) > 0:
-                futex_wake(control + GO, nth)
+                futex_wake(control + GO, threads)
         walk_or_fault(types.int64(0), nth, code, epoch, control)
         turns = 0
         while load_acquire(control + DONE) < nth - 1:
@@ -206,29 +227,55 @@ def idle(control, seen):
         turns += 1
 
 
-def team_help() -> Any:
-    """A helper's whole life: (tid, nth, control); returns when QUIT is set."""
+@inner
+def sit_out(control, tid):
+    """Sleeps until this thread is wanted again or sent home."""
+    while load_acquire(control + WANTED + 8 * tid) == 0 and load_acquire(control + QUIT) == 0:
+        call = load_acquire(control + RECALL)
+        if load_acquire(control + WANTED + 8 * tid) == 0:
+            futex_wait(control + RECALL, call & 0xFFFFFFFF)
 
-    def kernel(tid, nth, control):
+
+def team_help() -> Any:
+    """A helper's whole life: (tid, threads, control); returns when QUIT is set."""
+
+    def kernel(tid, threads, control):
         seen = types.int64(0)
         while True:
             idle(control, seen)
-            seen += 1
+            seen = load_acquire(control + GO)
             if load_acquire(control + QUIT) != 0:
                 return 0
-            walk_or_fault(tid, nth, load_i64(control + CODE), load_i64(control + EPOCH), control)
-            atomic_add(control + DONE, 1)
+            role = load_acquire(control + ROLE + 8 * tid)
+            if role >> 16 == seen:
+                code, epoch = load_i64(control + CODE), load_i64(control + EPOCH)
+                walk_or_fault(role & 0xFFFF, load_i64(control + TEAM), code, epoch, control)
+                atomic_add(control + DONE, 1)
+            else:
+                sit_out(control, tid)
 
     return kernel
 
 
 def team_quit() -> Any:
-    """Sends the helpers home: (nth, control)."""
+    """Sends the helpers home: (threads, control)."""
 
-    def kernel(nth, control):
+    def kernel(threads, control):
         store_release(control + QUIT, 1)
-        atomic_add(control + GO, 1)
-        futex_wake(control + GO, nth)
+        for word in (GO, RECALL):
+            atomic_add(control + word, 1)
+            futex_wake(control + word, threads)
+        return 0
+
+    return kernel
+
+
+def team_recall() -> Any:
+    """Wakes the helpers that sit out, to see whether they are wanted: (threads, control)."""
+
+    def kernel(threads, control):
+        atomic_add(control + RECALL, 1)
+        futex_wake(control + RECALL, threads)
         return 0
 
     return kernel

@@ -43,7 +43,7 @@ def step(inputs: Sequence[Array], kv: F32, shape: Shape, numerics: str = ATTENTI
     """Both kernels: inputs are q, k, v, positions, seq, pages and, with sinks, sinks."""
     q, k, v, positions, seq, pages, *sinks = inputs
     kv_write(kv, shape, k, v, positions, seq, pages)
-    return attention(kv, shape, q, positions, seq, pages, *sinks, numerics=numerics)
+    return attention(kv, shape, q, positions, seq, pages, sinks[0] if sinks else None, numerics=numerics)
 
 
 def kv_write(kv: F32, shape: Shape, k: Array, v: Array, positions: Array, seq: Array, pages: Array) -> None:

@@ -196,7 +196,9 @@ def _dispatch(
         if d.writes:
             dst[...] = paged.step(args, kv, shape, d.numerics)
         else:
-            dst[...] = paged.attention(kv, shape, *args, numerics=d.numerics)
+            q, positions, seq, pages, *sinks = args
+            sink = sinks[0] if sinks else None
+            dst[...] = paged.attention(kv, shape, q, positions, seq, pages, sink, numerics=d.numerics)
     elif kernel.op == "linear":
         if bias is not None:
             args.insert(2, access.block(bias, d.device, env))
