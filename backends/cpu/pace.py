@@ -1,7 +1,8 @@
 """How many threads of a team work: one whose core others use would make all the rest wait for it.
 
 The system says how long each thread stood in line for its core. A helper that does so for more than
-WAITING of the time that the team works sits out, until the team's cores have been idle again.
+WAITING of the time that the team works, at two looks in a row (a moment's company is nothing), sits out
+until the team's cores have been idle again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 LOOK_NS = 20_000_000  # of work between two looks at the helpers
 IDLE_NS = 200_000_000  # between two looks at the cores, while a helper sits out
-WAITING = 0.1  # share of the work's time
+WAITING = 0.15  # share of the work's time
 TICKS = os.sysconf("SC_CLK_TCK")  # a second, of the idle times
 IDLE = 0.7  # of a core, from which it is ours again
 
@@ -27,6 +28,7 @@ class Pace:
 
     helpers: int
     resting: set[int] = field(default_factory=set)
+    _late: set[int] = field(default_factory=set)
     _waits: Sequence[int] | None = None
 
     def worked(self, ns: int, waits: Sequence[int] | None) -> bool:
@@ -40,14 +42,16 @@ class Pace:
         late = {
             i for i in range(self.helpers) if i not in self.resting and waits[i] - before[i] > WAITING * ns
         }
-        self.resting |= late
-        return bool(late)
+        again, self._late = late & self._late, late
+        self.resting |= again
+        return bool(again)
 
     def idled(self, cores: float) -> bool:
         """So many of the team's cores were idle of late, together. Whether the helpers at work changed."""
         if not self.resting or cores < IDLE * len(self.resting):
             return False
         self.resting.clear()
+        self._late.clear()
         self._waits = None  # what a helper waited while it was called back says nothing
         return True
 
@@ -79,8 +83,11 @@ class Lines:
 
 
 def idle_ticks(cpus: set[int]) -> int | None:
-    """TICKS that these processors have been idle, together; None where nobody says."""
-    total, found = 0, 0
+    """TICKS that these processors have been idle, together; None where nobody says.
+
+    What polite programs use counts, too, unless this one is polite itself: it gives way to us.
+    """
+    total, found, polite = 0, 0, os.getpriority(os.PRIO_PROCESS, 0) > 0
     try:
         with open("/proc/stat", encoding="ascii") as file:
             for line in file:
@@ -88,7 +95,8 @@ def idle_ticks(cpus: set[int]) -> int | None:
                 if not name.startswith("cpu"):
                     break
                 if name[3:].isdigit() and int(name[3:]) in cpus:
-                    total, found = total + int(counts[3]) + int(counts[4]), found + 1
+                    total += int(counts[3]) + int(counts[4]) + (0 if polite else int(counts[1]))
+                    found += 1
     except (OSError, ValueError, IndexError):
         return None
     return total if found else None

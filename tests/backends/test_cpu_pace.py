@@ -21,8 +21,11 @@ def test_a_helper_that_stands_in_line_sits_out_until_cores_are_idle() -> None:
     pace = Pace(3)
     assert not pace.worked(LOOK, [0, 0, 0])  # the first look has nothing to compare with
     assert not pace.worked(LOOK, [LOOK // 20, 0, 0])
-    assert pace.worked(LOOK, [LOOK // 20, LOOK // 2, 0]) and pace.resting == {1}
-    assert not pace.worked(LOOK, [LOOK // 20, LOOK, 0])  # it rests already
+    assert not pace.worked(LOOK, [LOOK // 20, LOOK // 2, 0])  # once is nothing
+    assert not pace.worked(LOOK, [LOOK // 20, LOOK // 2, LOOK])
+    assert not pace.worked(LOOK, [LOOK // 20, LOOK, LOOK])
+    assert pace.worked(LOOK, [LOOK // 20, 2 * LOOK, LOOK]) and pace.resting == {1}
+    assert not pace.worked(LOOK, [LOOK // 20, 3 * LOOK, LOOK])  # it rests already
     assert not pace.idled(0.4) and pace.resting == {1}
     assert pace.idled(0.9) and not pace.resting
     assert not pace.worked(LOOK, [0, 9 * LOOK, 0])  # what it waited meanwhile doesn't count
