@@ -35,6 +35,10 @@ class Device:
     launch: microseconds to start one instruction. cores: what its team may use.
     kernels: (kernel, numerics) pairs it can run, from its backend. features: processor features.
     free: bytes free now; load: share busy now (0…1); None when not known.
+    cpus: logical processors its team is pinned to; () when it may use all that the process may.
+    limit: the most bytes a plan may use; None when nobody said.
+    pool: devices with the same pool have one memory between them and can share a copy of the weights;
+    "" when the memory is its own.
     """
 
     id: str
@@ -49,6 +53,9 @@ class Device:
     features: tuple[str, ...] = ()
     free: int | None = None
     load: float | None = None
+    cpus: tuple[int, ...] = ()
+    limit: int | None = None
+    pool: str = ""
 
     def supports(self, kernel: str, numerics: str) -> bool:
         """Whether a compiled kernel with these numerics exists (epilogues after '+' included)."""
@@ -62,8 +69,8 @@ class Device:
 
     @property
     def budget(self) -> int:
-        """Bytes a plan may use: nine tenths of the memory."""
-        return self.memory * 9 // 10
+        """Bytes a plan may use: the limit, or nine tenths of the memory."""
+        return self.memory * 9 // 10 if self.limit is None else self.limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +99,21 @@ class Machine:
         raise PlanError(f"no device {id!r}", hint=f"devices: {', '.join(d.id for d in self.devices)}")
 
     def link(self, src: str, dst: str) -> Link:
-        """The link, or a slow assumed one where none is known."""
+        """The link, or an assumed one where none is known: near within a pool, slow otherwise."""
         for link in self.links:
             if (link.src, link.dst) == (src, dst):
                 return link
+        ends = [d for d in self.devices if d.id in (src, dst)]
+        if len(ends) == 2 and ends[0].pool and ends[0].pool == ends[1].pool:
+            copied = min(d.read.value for d in ends) / 2  # a copy reads and writes
+            return Link(src, dst, Measured(copied, "assumed"), Measured(2.0, "assumed"))
         return Link(src, dst, Measured(1e9, "assumed"), Measured(50.0, "assumed"))
 
     def fingerprint(self) -> str:
         """Identifies the hardware a plan was made for: no load, free memory, rate or time in it."""
         still = [
             (d.id, d.kind, d.name, d.memory, d.cores, sorted(d.kernels), sorted(d.features))
+            + (d.cpus, d.limit, d.pool)
             for d in self.devices
         ]
         return hashlib.sha256(json.dumps(still).encode()).hexdigest()[:16]
@@ -143,5 +155,6 @@ def _device(raw: dict[str, Any]) -> Device:
             "rates": {k: Measured(**v) for k, v in raw["rates"].items()},
             "kernels": tuple((k, n) for k, n in raw["kernels"]),
             "features": tuple(raw["features"]),
+            "cpus": tuple(raw.get("cpus", ())),  # pictures from before there were groups of cores
         }
     )

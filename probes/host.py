@@ -21,6 +21,7 @@ import psutil
 from flashrt.machine import Device, Measured
 
 ID = "cpu:0"
+POOL = "host"  # the memory that every device of the host's processor lives in
 ROOT = Path("/")
 WORKING_SET = 64 << 20  # bytes a thread reads: beyond a core's share of most caches
 MATRIX = 512  # rows and columns of the measured product: fits a core's cache, large enough for its peak
@@ -42,9 +43,9 @@ def host(root: Path = ROOT) -> Device:
     root: where /proc and /sys are found.
     """
     described = _describe(root)
-    cpus = _usable_cpus()
+    cpus = usable_cpus()
     features = _features(described.get("flags", "") or described.get("Features", ""))
-    cores = _cores(root, cpus)
+    cores = cores_of(cpus, root)
     memory, free = _memory(root)
     return with_rates(
         Device(
@@ -59,20 +60,23 @@ def host(root: Path = ROOT) -> Device:
             features=features,
             free=free,
             load=_load(len(cpus)),
+            pool=POOL,
         ),
         {},
     )
 
 
 def with_rates(device: Device, measured: Mapping[str, Measured]) -> Device:
-    """The device with `measured["read"]` (bytes/s) and `measured["f32"]` (flop/s) where they are given.
+    """The device with `measured["read"]` (bytes/s) and rates by dtype (flop/s) where they are given.
 
-    The rates of the other types follow from f32's by what the features promise; they stay assumed.
+    What wasn't measured of the other types follows from f32's by what the features promise.
     """
     f32 = measured.get("f32", device.rates["f32"])
     has = set(device.features)
     ratios = {"i8": 4 if has & INT8_DOT else 1, "bf16": 8 if has & BF16_TILES else 1}
-    others = {dtype: Measured(f32.value * ratio, "assumed") for dtype, ratio in ratios.items()}
+    others = {
+        dtype: measured.get(dtype, Measured(f32.value * ratio, "assumed")) for dtype, ratio in ratios.items()
+    }
     return replace(device, read=measured.get("read", device.read), rates={"f32": f32, **others})
 
 
@@ -152,14 +156,14 @@ def _features(flags: str) -> tuple[str, ...]:
     return tuple(f for f in FEATURES if f in has)
 
 
-def _usable_cpus() -> frozenset[int]:
+def usable_cpus() -> frozenset[int]:
     """Logical processors this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
-def _cores(root: Path, cpus: frozenset[int]) -> int:
+def cores_of(cpus: frozenset[int], root: Path = ROOT) -> int:
     """Physical cores under the usable processors, at most what the control group's quota pays for."""
     topology = (root / f"sys/devices/system/cpu/cpu{n}/topology" for n in cpus)
     siblings = [_text(folder / "thread_siblings_list").strip() for folder in topology]
@@ -199,21 +203,30 @@ def _memory(root: Path) -> tuple[int, int]:
     """Bytes this process may have, and bytes free of them now."""
     system = psutil.virtual_memory()
     total, free = system.total, system.available
-    for folder in _groups(root, "memory"):
-        limit = _number(folder, "memory.max", "memory.limit_in_bytes")
-        if limit is None or limit >= system.total:
-            continue
-        used = _number(folder, "memory.current", "memory.usage_in_bytes") or 0.0
-        total = min(total, int(limit))
-        free = min(free, max(0, int(limit - used + _reclaimable(folder))))
+    for limit, current in memory_limits(root):
+        used = _number(current.parent, current.name) or 0.0
+        total = min(total, limit)
+        gives_way = reclaimable(_text(current.with_name("memory.stat")))
+        free = min(free, max(0, int(limit - used + gives_way)))
     return total, free
 
 
-def _reclaimable(folder: Path) -> float:
-    """Bytes of file cache that count as used but give way."""
-    pairs = (line.split() for line in _text(folder / "memory.stat").splitlines())
-    stat = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
-    return float(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
+def memory_limits(root: Path = ROOT) -> list[tuple[int, Path]]:
+    """(bytes, the file that says how many are used) of every control group that limits this process."""
+    total, found = psutil.virtual_memory().total, []
+    for folder in _groups(root, "memory"):
+        limit = _number(folder, "memory.max", "memory.limit_in_bytes")
+        if limit is not None and limit < total:
+            version2 = (folder / "memory.max").exists()
+            found.append((int(limit), folder / ("memory.current" if version2 else "memory.usage_in_bytes")))
+    return found
+
+
+def reclaimable(stat: str) -> int:
+    """Bytes of file cache that count as used but give way, from the text of a memory.stat."""
+    pairs = (line.split() for line in stat.splitlines())
+    found = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+    return int(found.get("total_inactive_file") or found.get("inactive_file") or 0)
 
 
 def _quotas(root: Path) -> Iterator[float]:

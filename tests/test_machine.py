@@ -24,6 +24,8 @@ devices = st.builds(
     kernels=st.lists(st.tuples(words, words), max_size=3).map(tuple),
     features=st.lists(words, max_size=3).map(tuple),
     free=st.none() | st.integers(0, 2**50), load=st.none() | st.floats(0, 1),
+    cpus=st.lists(st.integers(0, 255), max_size=3).map(tuple),
+    limit=st.none() | st.integers(1, 2**50), pool=words,
 )  # fmt: skip
 links = st.builds(Link, words, words, measured, measured)
 machines = st.builds(
@@ -57,6 +59,7 @@ def test_json_round_trip(machine: Machine) -> None:
 HARDWARE: dict[str, Any] = {
     "id": "cpu:1", "kind": "npu", "name": "Other", "memory": 1, "cores": 9,
     "kernels": (("linear.q4.16x32", "acc=f32"),), "features": ("avx2", "amx"),
+    "cpus": (0, 1), "limit": 10**9, "pool": "host",
 }  # fmt: skip
 PASSING: dict[str, Any] = {
     "read": Measured(1.0, "reported"), "rates": {}, "launch": Measured(7.0, "measured"),
@@ -95,8 +98,18 @@ def test_look_ups() -> None:
     assert PAIR.link("gpu:0", "cpu:0").rate.how == "assumed"
     assert CPU.supports("linear.f32", "acc=f32") and not CPU.supports("linear.f32", "acc=f16")
     assert CPU.budget == 9 * 10**9
+    assert replace(CPU, limit=5).budget == 5
     kernels = PAIR.with_kernels({"gpu": (("k", "n"),)})
     assert [d.kernels for d in kernels.devices] == [CPU.kernels, (("k", "n"),)]
+
+
+def test_a_picture_from_before_core_groups() -> None:
+    """Plans made then have neither cores, limit nor pool in their machine.json."""
+    raw = json.loads(to_json(PAIR))
+    for device in raw["devices"]:
+        for name in ("cpus", "limit", "pool"):
+            del device[name]
+    assert from_json(json.dumps(raw)) == PAIR
 
 
 @pytest.mark.parametrize(

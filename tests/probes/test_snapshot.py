@@ -77,6 +77,26 @@ def test_assumed_rates_are_not_kept(tmp_path: Path) -> None:
     assert recalled.rates == {"cpu:0/f32": RATES["cpu:0/f32"]}
 
 
+def test_rates_are_kept_beside_earlier_ones_and_aged_one_by_one(tmp_path: Path) -> None:
+    path = snapshot.remember({"cpu:0/read": RATES["cpu:0/read"]}, folder=tmp_path)
+    kept = json.loads(path.read_text())
+    path.write_text(json.dumps({**kept, "at": {"cpu:0/read": kept["taken_at"] - 3600}}))
+    snapshot.remember({"cpu:0/f32": RATES["cpu:0/f32"], "cpu:0-1/read": RATES["cpu:0/read"]}, folder=tmp_path)
+    recalled = snapshot.recall(folder=tmp_path)
+    assert recalled is not None
+    assert recalled.rates == {**RATES, "cpu:0-1/read": RATES["cpu:0/read"]}
+    assert 3600 <= recalled.ages["cpu:0/read"] < 3660
+    assert recalled.ages["cpu:0/f32"] < 60 and recalled.age < 60
+    assert snapshot.own_rates("cpu:0-1", recalled.rates) == {"read": RATES["cpu:0/read"]}
+
+
+def test_a_core_group_has_its_own_rates() -> None:
+    snapshot.remember({**RATES, "cpu:0-0/read": Measured(3e9, "measured")})
+    group = snapshot.core_group(snapshot.snapshot(), "cpu:0-0")
+    assert group.read == Measured(3e9, "measured")
+    assert group.rates["f32"].how == "assumed"
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "{}", '{"taken_at": 1, "rates": {"a": "b"}}', '{"taken_at": 1, "rates": {"a": -1}}',
