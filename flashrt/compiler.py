@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import flashrt
 from flashrt.frontend.imported import Imported
 from flashrt.ir import logical, micro, physical
-from flashrt.ir.ops import ATTENTION_BF16, ATTENTION_EXACT, LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
+from flashrt.ir.ops import (
+    ATTENTION_BF16,
+    ATTENTION_CACHED,
+    ATTENTION_EXACT,
+    LINEAR_BF16,
+    LINEAR_EXACT,
+    LINEAR_I8,
+)
 from flashrt.ir.types import Symbol
 from flashrt.llm.scheduler import history_size
 from flashrt.machine import Machine
@@ -38,7 +45,8 @@ class CompileOptions:
 
     context: the longest sequence (None: what the model was trained for). tokens: the most tokens of one
     step; longer prompts run in chunks. sequences: the most sequences of one step. without: performance
-    passes to leave out. numerics: of the linears, as `precision` knows them, or a name of MODES:
+    passes to leave out. pins: "PATTERN=DEVICE", what has to be where (see passes/pins.py). numerics: of the
+    linears, as `precision` knows them, or a name of MODES:
 
     exact: float32 everywhere. int8: activations rounded to INT8 blocks in every step, whatever its size.
     fast: INT8 in small steps, bf16 in large ones, where a device has kernels for that: a token's result
@@ -50,6 +58,7 @@ class CompileOptions:
     sequences: int = 16
     without: tuple[str, ...] = ()
     numerics: str = "exact"
+    pins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +88,21 @@ def compile_model(
     """
     # passes and laws are imported when something is compiled: a plan from the cache starts without them
     from flashrt.ir import laws
-    from flashrt.passes.pipeline import weight_room
 
-    variants: list[Variant] = []
     graph = imported.graph
     laws.check(graph, stage="as it was read")
-    room: Mapping[str, int] = {}
-    for name, lo, hi in reversed(_ranges(graph, options)):
-        planned = _plan(_narrowed(graph, lo, hi, options), machine, options, name, room, on_stage)
-        variants.insert(0, Variant(name, lo, hi, planned.physical, replace(planned.stream, name=name)))
-        # the widest variant leaves the least room; with the same room all keep the same weights resident
-        room = room or weight_room(planned.physical.budgets)
+    planned = _planned(graph, machine, options, on_stage)
+    variants = [
+        Variant.of(name, lo, hi, planned[name].physical, replace(planned[name].stream, name=name))
+        for name, lo, hi in _ranges(graph, options)
+    ]
     laws.check_variants([v.stream for v in variants])
     return Plan(
         name=graph.name,
         key=key,
         version=flashrt.__version__,
         options=asdict(options),
-        logical=planned.logical,
+        logical=planned[variants[0].name].logical,
         variants=tuple(variants),
         machine=machine,
         weights=imported.weights,
@@ -137,20 +143,62 @@ def _narrowed(graph: logical.Graph, lo: int, hi: int, options: CompileOptions) -
     return replace(graph, symbols=tuple(map(narrow, graph.symbols)))
 
 
-def _plan(
+def _planned(
     graph: logical.Graph,
     machine: Machine,
     options: CompileOptions,
-    variant: str,
-    room: Mapping[str, int],
     on_stage: Callable[[Stage], None] | None,
-) -> pipeline.Planned:
-    from flashrt.ir import laws
+) -> dict[str, pipeline.Planned]:
+    """Every variant, by name, so that they can take turns: state and weights lie where all look for them."""
     from flashrt.passes import pipeline
+    from flashrt.passes.task import Earlier
+
+    ranges = _ranges(graph, options)
+    doors = {name: _door(name, on_stage) for name, _, _ in ranges}
+    chosen = {name: _options(name, machine, options) for name in doors}
+    ready = {
+        name: pipeline.prepare(_narrowed(graph, lo, hi, options), chosen[name], check=doors[name])
+        for name, lo, hi in reversed(ranges)
+    }
+    planned: dict[str, pipeline.Planned] = {}
+    if len(machine.devices) == 1:
+        room: Mapping[str, int] = {}
+        for name, prepared in ready.items():
+            own = replace(chosen[name], weight_bytes=room)
+            planned[name] = pipeline.plan(prepared, machine, own, check=doors[name])
+            # the widest variant leaves the least room; with the same room all keep the same weights resident
+            room = room or pipeline.weight_room(planned[name].physical.budgets)
+        return planned
+    # small steps are by far the most, so they decide where the state lies
+    earlier = Earlier((), pipeline.reserve(list(ready.values()), machine))
+    for name, _, _ in ranges:
+        own = replace(chosen[name], earlier=earlier)
+        planned[name] = pipeline.plan(ready[name], machine, own, check=doors[name])
+        earlier = replace(earlier, graphs=(*earlier.graphs, planned[name].physical))
+    return planned
+
+
+def _options(variant: str, machine: Machine, options: CompileOptions) -> pipeline.Options:
+    from flashrt.passes import pipeline
+    from flashrt.passes.pins import read_pin
+
+    numerics = numerics_of(options.numerics, variant, machine)
+    return pipeline.Options(
+        numerics=numerics,
+        few=numerics_of(options.numerics, "small", machine),
+        attention=attention_of(options.numerics, numerics, machine),
+        disabled=frozenset(options.without),
+        pins=tuple(map(read_pin, options.pins)),
+    )
+
+
+def _door(variant: str, on_stage: Callable[[Stage], None] | None) -> Callable[[str, object], None]:
+    """What checks and reports each pass of a variant."""
+    from flashrt.ir import laws
 
     last = time.perf_counter()
 
-    def door(name: str, value: Any) -> None:
+    def door(name: str, value: object) -> None:
         nonlocal last
         now = time.perf_counter()
         # costs and cuts are tables, not levels; what `place` makes has its laws once `transfer` is through
@@ -160,14 +208,7 @@ def _plan(
             on_stage(Stage(variant, name, now - last, value))
         last = time.perf_counter()
 
-    numerics = numerics_of(options.numerics, variant, machine)
-    chosen = pipeline.Options(
-        numerics=numerics,
-        attention=attention_of(numerics, machine),
-        disabled=frozenset(options.without),
-        weight_bytes=room,
-    )
-    return pipeline.compile_graph(graph, machine, chosen, check=door)
+    return door
 
 
 def numerics_of(mode: str, variant: str, machine: Machine) -> str:
@@ -179,10 +220,14 @@ def numerics_of(mode: str, variant: str, machine: Machine) -> str:
     return next((n for n in wanted if any(d.supports(kernel, n) for d in machine.devices)), LINEAR_EXACT)
 
 
-def attention_of(numerics: str, machine: Machine) -> str:
-    """Numerics of a variant's attention: bf16 beside products in bf16, where a device has it."""
-    able = any(d.supports("attention", ATTENTION_BF16) for d in machine.devices)
-    return ATTENTION_BF16 if numerics == LINEAR_BF16 and able else ATTENTION_EXACT
+def attention_of(mode: str, numerics: str, machine: Machine) -> str:
+    """Numerics of a variant's attention: in the fast mode the cache is bf16 for all variants, and attention
+    beside products in bf16 is so, too, where a device has kernels for that."""
+    if mode != "fast":
+        return ATTENTION_EXACT
+    wanted = (ATTENTION_BF16, ATTENTION_CACHED) if numerics == LINEAR_BF16 else (ATTENTION_CACHED,)
+    able = (n for n in wanted if any(d.supports("attention", n) for d in machine.devices))
+    return next(able, ATTENTION_EXACT)
 
 
 @cache

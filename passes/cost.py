@@ -68,6 +68,11 @@ def cost(graph: logical.Graph, machine: Machine) -> Costs:
     return Costs(rows)
 
 
+def price(moved: Dim, flops: Dim, numerics: str, device: Device) -> Cost:
+    """What moving the bytes and doing the arithmetic costs on a device, as one instruction."""
+    return Cost(_time(moved, flops, numerics, device), moved, flops)
+
+
 def _page_table(node: logical.Node, types: Sequence[TensorType]) -> Dim:
     """The most keys a sequence can have: what its row of the page table holds."""
     return types[5].shape[1] * ops.PAGE if node.op == "attention" else 0

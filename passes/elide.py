@@ -120,6 +120,10 @@ def _without_copies(stream: micro.Stream) -> micro.Stream:
         copy = _copy(instr, slots)
         if copy is None or not _still(i, copy, slots, users, stream.instrs):
             continue
+        if copy.dst in outputs and any(
+            isinstance(stream.instrs[w], micro.Transfer) for w in users[copy.src].writers
+        ):
+            continue  # the step is over for the caller when this is
         if copy.base is None:
             slots[copy.dst] = replace(slots[copy.dst], alias=copy.src, offset=None)
         elif copy.dst not in outputs and _all_take_ranges(copy.dst, users, stream.instrs):

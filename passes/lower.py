@@ -15,30 +15,22 @@ and evicted directly after its last one, and everything of a device runs in its 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from flashrt.ir import micro, physical
 from flashrt.ir.bounds import Bounds
-from flashrt.ir.ops import EXACT, QUANTIZED
+from flashrt.ir.ops import EXACT, KV_WRITE_BF16, QUANTIZED
 from flashrt.ir.order import COMPUTE
 from flashrt.ir.types import Dim, Output, TensorType
-from flashrt.layouts import LAYOUTS
 from flashrt.machine import Machine
+from flashrt.passes.budget import weight_road
 from flashrt.passes.cost import block_bytes, kernel_of, settings
-from flashrt.passes.place import weight_road
+from flashrt.passes.rows import rows_used, takes_channels
 from flashrt.passes.strided import input_takes_range
 from flashrt.passes.ticks import synchronise
 
 COPY_OUT = "copy_out"
-
-# of an op split by channels: the inputs of which it takes the same channels
-_BY_CHANNEL: Mapping[str, Callable[[int], bool]] = {
-    **dict.fromkeys(("gated", "add", "mul"), lambda i: True),
-    **dict.fromkeys(("activation", "scale", "softcap", "rope", "rms_norm"), lambda i: i == 0),
-    "linear": lambda i: i > 0,
-}
 
 
 def lower(graph: physical.Graph, machine: Machine | None = None) -> micro.Stream:
@@ -109,10 +101,18 @@ class _Lowering:
         node = self._nodes.get(value)
         device = node.device if node else self._graph.nodes[0].device
         ref = self._home(value, device)
-        if node is not None and node.op == "transfer":
+        if node is not None and self._ends_in_a_copy(node):
             # a step is over when the compute lanes are, so one of them has to hand the value over
             ref = self._copied(node, ref)
         return f"%{ref.slot}"
+
+    def _ends_in_a_copy(self, node: physical.Node) -> bool:
+        """Whether a transfer writes the value, or a part of it, and nothing that computes waits for that."""
+        if node.op == "transfer":
+            return True
+        users = (n for n in self._graph.nodes if n.device == node.device and f"%{node.name}" in n.inputs)
+        copied = any(self._nodes[i[1:]].op == "transfer" for i in node.inputs if i[1:] in self._nodes)
+        return node.op == "merge" and copied and all(n.op == "transfer" for n in users)
 
     def _copied(self, node: physical.Node, src: micro.SlotRef) -> micro.SlotRef:
         dst = micro.SlotRef(self._slot(node.device, node.type))
@@ -156,9 +156,10 @@ class _Lowering:
     def _attention(self, node: physical.Node) -> None:
         q, k, v, positions, seq, pages, *sinks = [self._arg(node, i) for i in range(len(node.inputs))]
         moved = 2 * (self._type(node.inputs[1]).bytes + self._type(node.inputs[2]).bytes)
+        written = KV_WRITE_BF16 if settings(node.numerics).get("kv") == "bf16" else EXACT
         write = micro.Dispatch(
             device=node.device, lane=COMPUTE, kernel="kv_write", args=(k, v, positions, seq, pages),
-            attrs=node.attrs, numerics=EXACT, writes=node.writes, bytes=moved, node=node.name,
+            attrs=node.attrs, numerics=written, writes=node.writes, bytes=moved, node=node.name,
         )  # fmt: skip
         self._groups.append(_Group(node.device, [write]))
         self._dispatch(node, [q, positions, seq, pages, *sinks], writes=())
@@ -205,7 +206,7 @@ class _Lowering:
         group = _Group(node.device, [*(before or ()), instr])
         for index, name in enumerate(node.inputs):
             if name[0] == "@":
-                group.rows[name[1:]] = self._rows(node, index)
+                group.rows[name[1:]] = rows_used(node, index, self._weights[name[1:]], self._bounds)
         if node.op == "attention":
             group.rows = {n: r for n, r in group.rows.items() if micro.BlockRef(n) in args}
         self._groups.append(group)
@@ -225,28 +226,14 @@ class _Lowering:
             return micro.BlockRef(name[1:], *((shard.lo, shard.hi) if shard else ()))
         ref = self._home(name[1:], node.device)
         source = self._nodes.get(name[1:])
-        if shard is None or (source is not None and source.shard == shard):
+        if shard is None or (source is not None and _is_shard(source, node)):
             return ref
         base = source.shard.lo if source is not None and source.shard else 0
         base = (ref.lo or 0) - base
         return micro.SlotRef(ref.slot, base + shard.lo, base + shard.hi)
 
     def _by_channel(self, node: physical.Node, index: int) -> bool:
-        takes = _BY_CHANNEL.get(node.op)
-        shape = self._type(node.inputs[index]).shape
-        return takes is not None and takes(index) and shape not in ((), (1,))
-
-    def _rows(self, node: physical.Node, index: int) -> tuple[int, int]:
-        """Rows of a weight that a node uses at any position of the splits, in whole row groups."""
-        weight = self._weights[node.inputs[index][1:]]
-        n = weight.type.shape[0] if weight.type.shape else 1
-        assert isinstance(n, int), weight
-        if node.shard is None or not self._by_channel(node, index):
-            return 0, n
-        group = LAYOUTS[weight.layout].rows if len(weight.type.shape) == 2 and weight.layout else 1
-        lo = math.floor(self._bounds.interval(node.shard.lo)[0])
-        hi = math.ceil(self._bounds.interval(node.shard.hi)[1])
-        return lo // group * group, min(n, -(-hi // group) * group)
+        return takes_channels(node.op, index, self._type(node.inputs[index]).shape)
 
     # ---- weights -----------------------------------------------------------------
     def _blocks(self) -> dict[tuple[str, str], micro.Block]:
@@ -282,6 +269,11 @@ class _Lowering:
             link = self._machine.link(*weight_road(self._machine.device(block.device), self._machine))
             est = float(f"{link.latency.value + block.bytes / link.rate.value * 1e6:.4g}")
         return micro.Prefetch(device=block.device, lane=COMPUTE, block=block.name, bytes=block.bytes, est=est)
+
+
+def _is_shard(source: physical.Node, node: physical.Node) -> bool:
+    """Whether a value is just the channels that a node takes, perhaps those of a part of a joint product."""
+    return source.shard is not None and source.type.shape[-1] == node.type.shape[-1]
 
 
 def _channels(part: physical.Node, merge: physical.Node) -> tuple[Dim, Dim]:

@@ -35,7 +35,7 @@ from flashrt.ir import logical, micro, physical
 from flashrt.ir.clock import simulate
 from flashrt.ir.ops import ATTENTION_EXACT, LINEAR_EXACT
 from flashrt.machine import Machine
-from flashrt.passes.budget import room_of
+from flashrt.passes.budget import peak_activations, room_of
 from flashrt.passes.cost import aligned, cost
 from flashrt.passes.elide import elide
 from flashrt.passes.fuse import fuse
@@ -62,7 +62,7 @@ Check = Callable[[str, object], None]  # called with a pass's name and what it m
 class Options:
     """What a user may choose.
 
-    numerics, attention, exclude: how products and attention are computed, and which products stay exact
+    numerics, few, attention, exclude: how products and attention are computed, and which products stay exact
     (see `precision`).
     devices: ids to choose from (None: all). disabled: performance passes to leave out.
     window: blocks that loading may run ahead. weight_bytes: what the weights of a device may take, ring
@@ -71,6 +71,7 @@ class Options:
     """
 
     numerics: str = LINEAR_EXACT
+    few: str = ""
     attention: str = ATTENTION_EXACT
     exclude: tuple[str, ...] = ()
     devices: tuple[str, ...] | None = None
@@ -129,9 +130,7 @@ def prepare(graph: logical.Graph, options: Options, *, check: Check = _unchecked
     return graph
 
 
-def plan(
-    graph: logical.Graph, machine: Machine, options: Options, *, check: Check = _unchecked
-) -> Planned:
+def plan(graph: logical.Graph, machine: Machine, options: Options, *, check: Check = _unchecked) -> Planned:
     """Places a prepared graph and lowers it. Raises PlanError as `compile_graph` does."""
     placed = _placed(graph, machine, options, check)
     stream = _lowered(placed, machine, options, check)
@@ -167,9 +166,16 @@ def _rewrites(options: Options) -> Sequence[tuple[str, Callable[[logical.Graph],
     return (
         ("recognise", lambda g: recognise(g) if any("." in n.op for n in g.nodes) else g),
         ("fuse", fuse),
-        ("precision", partial(
-                precision, numerics=options.numerics, attention=options.attention, exclude=options.exclude
-            )),
+        (
+            "precision",
+            partial(
+                precision,
+                numerics=options.numerics,
+                few=options.few,
+                attention=options.attention,
+                exclude=options.exclude,
+            ),
+        ),
         ("tag", tag),
     )
 
@@ -187,6 +193,12 @@ def _placed(graph: logical.Graph, machine: Machine, options: Options, check: Che
     placed = transfer(whole, machine)
     check("transfer", placed)
     return placed
+
+
+def reserve(prepared: Sequence[logical.Graph], machine: Machine) -> dict[str, int]:
+    """Bytes to leave free on each device for the results of any of the variants, wherever it is placed."""
+    most = max(peak_activations(g.nodes, g) for g in prepared)
+    return {d.id: most for d in machine.devices}
 
 
 def _quickest(ways: Sequence[Placement], machine: Machine, options: Options) -> physical.Graph:
@@ -227,8 +239,7 @@ def _within(budgets: Sequence[physical.Budget], stream: micro.Stream) -> None:
         taken = held[budget.device] - budget.shared
         if taken > budget.limit:
             raise PlanError(
-                f"{stream.name} takes {taken} bytes of {budget.device}, "
-                f"its budget is {budget.limit}",
+                f"{stream.name} takes {taken} bytes of {budget.device}, its budget is {budget.limit}",
                 hint="give its weights less room (weight_bytes), or plan fewer tokens a step",
             )
 

@@ -1,64 +1,66 @@
-"""Puts every node on a device, and says why.
+"""Puts every node on a device, or shares it out among some, and says why.
 
-Each device is tried for the whole graph: predicted time, bytes, what it can't run. The
-fastest one that fits wins. What it can't run goes to the device that can, fastest first;
-what no device can run goes to a host device as a `host.<op>` row of the reference
-implementation.
+Each device is tried for the whole graph: predicted time, bytes, what it can't run. Several devices
+are tried together as `deal` says. What fits and ends first wins. What a device can't run goes to
+the one that can, fastest first; what no device can run goes to a host device as a `host.<op>` row of
+the reference implementation.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from flashrt.errors import PlanError
 from flashrt.ir import logical, physical
 from flashrt.ir.bounds import Bounds
-from flashrt.ir.types import Env, State, Weight, evaluate
-from flashrt.machine import Device, Machine
+from flashrt.machine import Machine
+from flashrt.passes.budget import (
+    Held,
+    Need,
+    charge_pools,
+    held_bytes,
+    peak_activations,
+    peak_weights,
+    state_bytes,
+    weight_road,
+    weights_held,
+)
 from flashrt.passes.cost import Costs, aligned, block_bytes, kernel_of
+from flashrt.passes.deal import deal
+from flashrt.passes.pins import Pin, pinned
+from flashrt.passes.price import Prices, finish
 from flashrt.passes.shard import Cut
+from flashrt.passes.spread import Lanes, Part, Seat, Whole, spread
+from flashrt.passes.task import Earlier, Task, seats_of
+from flashrt.passes.transfer import transfer
+from flashrt.passes.units import lanes
 
-HOSTS = ("cpu", "reference", "null")  # kinds whose memory the reference implementation reads
-TAGGED = ("gpu", "npu", "cpu")  # kinds that an affinity speaks of
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """What is asked: the graph, its costs, kernel names by node, the devices to choose from."""
-
-    graph: logical.Graph
-    costs: Costs
-    machine: Machine
-    usable: tuple[Device, ...]
-    kernels: Mapping[str, str]
-    env: Env  # typical values of the symbols
-
-    def est(self, node: logical.Node, device: Device) -> float:
-        """Predicted time of a node at typical sizes, in microseconds."""
-        return evaluate(self.costs.of(node.name, device.id).est, self.env)
+NONE = Earlier()
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
-    """Where one node sits. obstacle: why not on the device that was tried; "" when it is there."""
+class Placement:
+    """A physical graph, and the microseconds that a step of it takes at least."""
 
-    device: Device
-    host: bool
-    obstacle: str
+    graph: physical.Graph
+    total: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The whole graph with one device as first choice. lacks: why it can't be had, or ""."""
+    """One way to place the whole graph. name: its devices; causes: of nodes, by name.
 
-    device: Device
-    seats: tuple[_Seat, ...]
+    total: microseconds of a step. lacks: why it can't be had, or "".
+    """
+
+    name: str
+    seats: Mapping[str, Seat]
+    graph: physical.Graph
     total: float
-    budgets: tuple[physical.Budget, ...]
-    streams: str
-    lacks: str
+    streams: str = ""
+    lacks: str = ""
+    causes: Mapping[str, str] = field(default_factory=dict)
 
 
 def place(
@@ -68,185 +70,236 @@ def place(
     *,
     cuts: Mapping[str, Cut] | None = None,
     devices: Sequence[str] | None = None,
+    pins: Sequence[Pin] = (),
 ) -> physical.Graph:
-    """The physical graph. devices: ids to choose from (all); cuts: what `shard` found, to be told.
+    """The first of `placements`."""
+    return placements(graph, costs, machine, cuts=cuts, devices=devices, pins=pins)[0].graph
+
+
+def placements(
+    graph: logical.Graph,
+    costs: Costs,
+    machine: Machine,
+    *,
+    cuts: Mapping[str, Cut] | None = None,
+    devices: Sequence[str] | None = None,
+    pins: Sequence[Pin] = (),
+    earlier: Earlier = NONE,
+) -> list[Placement]:
+    """The ways that fit, the one that is predicted to be the fastest first.
+
+    devices: ids to choose from (all); cuts: what `shard` found, to be told and used. pins: what the user
+    placed. earlier: plans of the same model for other sizes of a step, with which this one takes turns.
 
     Raises:
-        PlanError: no device can hold the graph, or nothing can run one of its operations.
+        PlanError: no device can hold the graph, nothing runs one of its operations, or a pin can't be kept.
     """
-    candidates = machine.devices if devices is None else tuple(machine.device(d) for d in devices)
-    if not candidates:
+    usable = machine.devices if devices is None else tuple(machine.device(d) for d in devices)
+    if not usable:
         raise PlanError("the machine has no device to plan for", hint="name one with devices=")
     weights = {w.name: w for w in graph.weights}
     kernels = {n.name: kernel_of(n, weights) for n in graph.nodes}
-    task = _Task(graph, costs, machine, candidates, kernels, {s.name: s.hint for s in graph.symbols})
-    plans = [_try(device, task) for device in candidates]
-    fitting = [p for p in plans if not p.lacks]
+    env = {s.name: s.hint for s in graph.symbols}
+    task = Task(graph, costs, machine, usable, kernels, env, cuts or {}, earlier)
+    held_by = pinned(graph, pins, [d.id for d in usable])
+    task = replace(task, fixed=_fixed(task, held_by))
+    plans = _Plans(task).all()
+    fitting = sorted((p for p in plans if not p.lacks), key=lambda p: p.total)
     if not fitting:
+        raise _nothing_fits(graph, plans, held_by)
+    return [Placement(_told(each, [p for p in plans if p is not each], task), each.total) for each in fitting]
+
+
+def _fixed(task: Task, pins: Mapping[str, Pin]) -> dict[str, Whole]:
+    """Seats of the nodes that pins or the states of earlier variants hold."""
+    out: dict[str, Whole] = {}
+    homes = task.earlier.states()
+    for node in task.graph.nodes:
+        states = [s for s in (*node.reads, *node.writes) if s in homes]
+        if states:
+            out[node.name] = Whole(homes[states[0]], False, "its state is there in every variant")
+        if (pin := pins.get(node.name)) is not None:
+            out[node.name] = _at_pin(node, pin, task, out.get(node.name))
+    return out
+
+
+def _at_pin(node: logical.Node, pin: Pin, task: Task, before: Whole | None) -> Whole:
+    seat = task.seat(node, pin.device)
+    if seat.device != pin.device:
         raise PlanError(
-            f"{graph.name} fits no device",
-            lines="\n".join(f"    {p.lacks}" for p in plans),
-            hint="use a smaller weight format, a shorter context, fewer tokens a step, or another device",
+            f"{pin}: {node.name} can't be there: {seat.obstacle}", hint="pin it elsewhere, or not"
         )
-    best = min(fitting, key=lambda p: p.total)
-    return _physical(best, [p for p in plans if p is not best], task, cuts or {})
+    if before is not None and before.device != pin.device:
+        raise PlanError(f"{pin}: {node.name} is on {before.device}: {before.obstacle}", hint="pin it there")
+    return replace(seat, obstacle="; ".join(filter(None, (f"pinned by {pin}", seat.obstacle))))
 
 
-def _try(device: Device, task: _Task) -> _Plan:
-    seats = tuple(_seat(n, device, task) for n in task.graph.nodes)
-    seated = list(zip(task.graph.nodes, seats, strict=True))
-    total = sum(task.est(n, s.device) for n, s in seated) + _moving(seated, task)
-    budgets, streams, lacks = [], [], []
-    for each in dict.fromkeys(s.device.id for s in seats):
-        spec = task.machine.device(each)
-        budget, need = _budget(spec, [n for n, s in seated if s.device.id == each], task)
-        left = budget.limit - budget.state - budget.activations
-        if need > left:
-            lacks.append(_short(budget, need))
-        elif budget.weights > left:
-            streams.append(f"weights stream through {left} of their {budget.weights} bytes")
-            link = task.machine.link(*weight_road(spec, task.machine))
-            total = max(total, (budget.weights - left) / link.rate.value * 1e6)
-            budget = replace(budget, weights=left)
-        budgets.append(budget)
-    return _Plan(device, seats, total, tuple(budgets), "; ".join(streams), "; ".join(lacks))
-
-
-def _moving(seated: Sequence[tuple[logical.Node, _Seat]], task: _Task) -> float:
-    """Microseconds of copies between devices, each value counted once for each device."""
-    made = {n.name: (n, s.device.id) for n, s in seated}
-    edges = {
-        (name[1:], seat.device.id): made[name[1:]]
-        for node, seat in seated
-        for name in node.inputs
-        if name[0] == "%" and name[1:] in made and made[name[1:]][1] != seat.device.id
-    }
-    total = 0.0
-    for (_, there), (source, here) in edges.items():
-        link = task.machine.link(here, there)
-        total += link.latency.value + evaluate(source.type.bytes, task.env) / link.rate.value * 1e6
-    return total
-
-
-def weight_road(device: Device, machine: Machine) -> tuple[str, str]:
-    """The link that weights come over: from disk to a host device, from host memory to another."""
-    host = next((d.id for d in machine.devices if d.kind in HOSTS), "disk")
-    return ("disk" if device.kind in HOSTS else host, device.id)
-
-
-def _seat(node: logical.Node, device: Device, task: _Task) -> _Seat:
-    kernel = task.kernels[node.name]
-    obstacle = _obstacle(node, kernel, device)
-    if not obstacle:
-        return _Seat(device, False, "")
-    able = [d for d in task.usable if not _obstacle(node, kernel, d)]
-    if able:
-        return _Seat(min(able, key=lambda d: task.est(node, d)), False, obstacle)
-    hosts = [d for d in (device, *task.usable, *task.machine.devices) if d.kind in HOSTS]
-    if not hosts:
-        raise PlanError(
-            f"{node.name}: {obstacle}, and there is no host device for the reference implementation",
-            hint="add a cpu, reference or null device to the machine",
-        )
-    return _Seat(hosts[0], True, f"{obstacle}: runs on the reference implementation")
-
-
-def _obstacle(node: logical.Node, kernel: str, device: Device) -> str:
-    """Why a device can't run a node, or ""."""
-    if not any(name == kernel for name, _ in device.kernels):
-        return f"no {kernel} kernel on {device.id}"
-    if not device.supports(kernel, node.numerics):
-        return f"no {kernel} kernel with {node.numerics or 'unset numerics'} on {device.id}"
-    if device.kind in TAGGED and node.affinity and device.kind not in node.affinity:
-        return f"{device.id} isn't for {node.op}: {node.why}"
-    return ""
-
-
-def _budget(device: Device, nodes: Sequence[logical.Node], task: _Task) -> tuple[physical.Budget, int]:
-    """What the device would hold, and the least that its weights need when they stream."""
-    graph = task.graph
-    by_name = {w.name: w for w in graph.weights}
-    used = {i[1:]: by_name[i[1:]] for n in nodes for i in n.inputs if i[0] == "@"}
-    own = {name for n in nodes for name in (*n.reads, *n.writes)}
-    budget = physical.Budget(
-        device=device.id,
-        limit=device.budget,
-        weights=sum(aligned(block_bytes(w)) for w in used.values()),
-        state=sum(_state_bytes(s, task.env) for s in graph.states if s.name in own),
-        activations=_peak_activations(nodes, graph),
-    )
-    return budget, _peak_weights(nodes, used)
-
-
-def _state_bytes(state: State, env: Env) -> int:
-    return math.ceil(evaluate(state.type.bytes, env))
-
-
-def _peak_activations(nodes: Sequence[logical.Node], graph: logical.Graph) -> int:
-    """The most bytes of results alive at once, at the largest step, and a quarter more for gaps."""
-    known = Bounds.of(graph)
-    sizes = {n.name: aligned(math.ceil(known.interval(n.type.bytes)[1])) for n in nodes}
-    uses = [{i[1:] for i in n.inputs if i[1:] in sizes} | {n.name} for n in nodes]
-    kept = {o.value.removeprefix("%") for o in graph.outputs}
-    return aligned(_peak(uses, sizes, kept) * 5 // 4)
-
-
-def _peak_weights(nodes: Sequence[logical.Node], used: Mapping[str, Weight]) -> int:
-    """The most bytes of weights alive at once when each is loaded for its uses only."""
-    uses = [{i[1:] for i in n.inputs if i[0] == "@"} for n in nodes]
-    return _peak(uses, {name: aligned(block_bytes(w)) for name, w in used.items()}, ())
-
-
-def _peak(uses: Sequence[set[str]], sizes: Mapping[str, int], kept: Iterable[str]) -> int:
-    """Largest sum of sizes alive at once; alive from the first use to the last (`kept`: to the end)."""
-    last = {name: i for i, names in enumerate(uses) for name in names} | dict.fromkeys(kept, len(uses))
-    alive: set[str] = set()
-    now = peak = 0
-    for i, names in enumerate(uses):
-        now += sum(sizes[name] for name in names - alive)
-        alive |= names
-        peak = max(peak, now)
-        over = {name for name in names if last[name] == i}
-        now -= sum(sizes[name] for name in over)
-        alive -= over
-    return peak
-
-
-def _short(budget: physical.Budget, need: int) -> str:
-    total = need + budget.state + budget.activations
-    return (
-        f"{budget.device} needs {total} bytes at least ({need} for weights that stream, "
-        f"{budget.state} state, {budget.activations} activations) of {budget.limit}"
-    )
-
-
-def _physical(plan: _Plan, others: Sequence[_Plan], task: _Task, cuts: Mapping[str, Cut]) -> physical.Graph:
-    graph = task.graph
-    verdict = _verdict(plan, others, graph)
-    nodes = []
-    for node, seat in zip(graph.nodes, plan.seats, strict=True):
-        own = task.costs.of(node.name, seat.device.id)
-        reasons = [seat.obstacle or verdict]
-        if node.name in cuts:
-            reasons.append(cuts[node.name].because)
-        nodes.append(
-            physical.Node(
-                name=node.name, op=f"host.{node.op}" if seat.host else node.op, inputs=node.inputs,
-                type=node.type, device=seat.device.id, of=node.name, attrs=node.attrs,
-                numerics=node.numerics, reads=node.reads, writes=node.writes,
-                est=own.est, bytes=own.bytes, flops=own.flops,
-                because="; ".join(reasons), origin=node.origin,
-            )
+def _nothing_fits(graph: logical.Graph, plans: Sequence[_Plan], pins: Mapping[str, Pin]) -> PlanError:
+    lines = "\n".join(f"    {p.lacks}" for p in plans)
+    tight = dict.fromkeys(p for p in pins.values() if all(f"{p.device} needs" in x.lacks for x in plans))
+    if tight:
+        return PlanError(
+            f"{graph.name} doesn't fit with {', '.join(map(str, tight))}", lines=lines,
+            hint="pin less to the device, or give it a larger budget",
         )  # fmt: skip
-    return physical.Graph(
-        name=graph.name, symbols=graph.symbols, splits=(), inputs=graph.inputs, weights=graph.weights,
-        states=graph.states, budgets=plan.budgets, nodes=tuple(nodes), outputs=graph.outputs,
+    return PlanError(
+        f"{graph.name} fits no device", lines=lines,
+        hint="use a smaller weight format, a shorter context, fewer tokens a step, or another device",
     )  # fmt: skip
 
 
+# ---- the ways to place a graph -----------------------------------------------------------
+class _Plans:
+    """Makes and measures the ways to place one graph."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._joint: Lanes = lanes(task.graph)
+        self._kept = task.earlier.held()
+        self._streaming_before = task.earlier.streaming()
+
+    def all(self) -> list[_Plan]:
+        """Each device by itself, then several together."""
+        if (before := self._streaming_before) is not None:
+            # what stays of its weights has to be the same in every variant
+            return [self._plan(seats_of(before), before.splits)]
+        nodes = self._task.graph.nodes
+        ways = {d.id: {n.name: self._task.seat(n, d.id) for n in nodes} for d in self._task.usable}
+        plans = [self._plan(seats, name=name) for name, seats in ways.items()]
+        if len(ways) > 1:
+            for dealt in deal(self._task):
+                if all(_devices(dealt.seats) != _devices(p.seats) for p in plans):
+                    plans.append(self._plan(dealt.seats, dealt.splits, dealt.causes))
+        return plans
+
+    def _plan(
+        self,
+        seats: Mapping[str, Seat],
+        splits: tuple[physical.Split, ...] = (),
+        causes: Mapping[str, str] | None = None,
+        name: str = "",
+    ) -> _Plan:
+        graph = self._task.graph
+        outputs = [o.value.removeprefix("%") for o in graph.outputs]
+        parts = spread(graph.nodes, seats, self._joint, outputs)
+        env = dict(self._task.env) | {s.name: s.start for s in splits}
+        prices = Prices(graph, self._task.costs, self._task.machine, env)
+        whole = physical.Graph(
+            graph.name, graph.symbols, splits, graph.inputs, graph.weights, graph.states, (),
+            tuple(_node(part, prices) for part in parts), graph.outputs,
+        )  # fmt: skip
+        used = dict.fromkeys(n.device for n in whole.nodes)
+        total = self._total(parts, prices)
+        needs = self._needs(whole)
+        streams = []
+        for need in needs:
+            if need.least <= need.left < need.budget.weights:
+                left = need.left
+                streams.append(f"weights stream through {left} of their {need.budget.weights} bytes")
+                total = max(total, self._streaming(need))
+        budgets = tuple(
+            replace(n.budget, weights=min(n.budget.weights, n.left)) if n.least <= n.left else n.budget
+            for n in needs
+        )
+        lacks = "; ".join(n.short() for n in needs if n.least > n.left)
+        whole = replace(whole, budgets=budgets)
+        return _Plan(name or " and ".join(used), seats, whole, total, "; ".join(streams), lacks, causes or {})
+
+    def _total(self, parts: Sequence[Part], prices: Prices) -> float:
+        if len(self._task.usable) > 1:
+            return finish(parts, prices)
+        return sum(self._task.est(p.node, p.device) for p in parts)
+
+    # ---- memory ----------------------------------------------------------------------
+    def _needs(self, whole: physical.Graph) -> list[Need]:
+        """What each device would hold; devices of one memory count together what they share."""
+        known = Bounds.of(whole)
+        held = weights_held(whole.nodes, self._task.weights, known)
+        used = dict.fromkeys(n.device for n in whole.nodes)
+        moved = transfer(whole, self._task.machine) if len(used) > 1 else whole
+        needs = [self._need(d, [n for n in moved.nodes if n.device == d], held, moved) for d in used]
+        both = {
+            key: (min(lo, held.get(key, (lo, hi))[0]), max(hi, held.get(key, (lo, hi))[1]))
+            for key, (lo, hi) in {**held, **self._kept}.items()
+        }
+        charged = charge_pools([n.budget for n in needs], both, self._task.weights, self._task.machine)
+        shared = [
+            replace(n, budget=b, least=min(n.least, b.weights)) for n, b in zip(needs, charged, strict=True)
+        ]
+        # weights that stream are each device's own
+        return needs if any(n.budget.weights > n.left for n in shared) else shared
+
+    def _need(self, id: str, nodes: Sequence[physical.Node], held: Held, whole: physical.Graph) -> Need:
+        task = self._task
+        own = {name: rows for (name, d), rows in held.items() if d == id}
+        kept = {key: r for key, r in self._kept.items() if key[1] == id and own.get(key[0]) != r}
+        beside = held_bytes(kept, task.weights, [id])
+        sizes = {name: aligned(block_bytes(task.weights[name], *rows)) for name, rows in own.items()}
+        budget = physical.Budget(
+            device=id,
+            limit=task.machine.device(id).budget,
+            weights=sum(sizes.values()) + beside,
+            state=sum(state_bytes(s, task.env) for s in task.states(nodes)),
+            activations=peak_activations(nodes, whole),
+        )
+        # beside variants of which all weights stay, all have to stay
+        stays = task.earlier.graphs and self._streaming_before is None
+        least = budget.weights if stays else peak_weights(nodes, sizes)
+        return Need(budget, least, task.earlier.reserve.get(id, 0))
+
+    def _streaming(self, need: Need) -> float:
+        """Microseconds of loading what doesn't stay."""
+        machine = self._task.machine
+        link = machine.link(*weight_road(machine.device(need.budget.device), machine))
+        return (need.budget.weights - need.left) / link.rate.value * 1e6
+
+
+def _node(part: Part, prices: Prices) -> physical.Node:
+    """The part as a node of the physical graph; the cause is still missing."""
+    node, cost = part.node, prices.cost(part)
+    shard = None if part.lo is None or part.hi is None else physical.Range(part.lo, part.hi)
+    if part.merge:
+        return physical.Node(
+            name=part.name, op="merge", inputs=part.inputs, type=part.type, device=part.device,
+            of=part.of, est=cost.est, origin=node.origin,
+        )  # fmt: skip
+    return physical.Node(
+        name=part.name, op=f"host.{node.op}" if part.host else node.op, inputs=part.inputs,
+        type=part.type, device=part.device, of=part.of, shard=shard, attrs=node.attrs,
+        numerics=node.numerics, reads=node.reads, writes=node.writes,
+        est=cost.est, bytes=cost.bytes, flops=cost.flops, origin=node.origin,
+    )  # fmt: skip
+
+
+def _devices(seats: Mapping[str, Seat]) -> dict[str, object]:
+    """What tells two ways apart, whatever was said for them."""
+    return {name: seat.device if isinstance(seat, Whole) else seat for name, seat in seats.items()}
+
+
+# ---- causes ------------------------------------------------------------------------------
+def _told(plan: _Plan, others: Sequence[_Plan], task: Task) -> physical.Graph:
+    """The plan's graph with a cause for each node."""
+    verdict = _verdict(plan, others, task.graph)
+    nodes = tuple(replace(n, because=_because(n, plan, verdict, task)) for n in plan.graph.nodes)
+    return replace(plan.graph, nodes=nodes)
+
+
+def _because(node: physical.Node, plan: _Plan, verdict: str, task: Task) -> str:
+    seat = plan.seats[node.of]
+    if node.op == "merge":
+        return f"its shards are needed together on {node.device}; {verdict}"
+    reasons = [seat.obstacle or verdict] if isinstance(seat, Whole) else [verdict]
+    if node.of in plan.causes:
+        own = seat.obstacle if isinstance(seat, Whole) else f"channels shared by {' and '.join(seat.devices)}"
+        reasons = [*filter(None, (own, plan.causes[node.of])), verdict]
+    elif node.of in task.cuts:
+        reasons.append(task.cuts[node.of].because)
+    return "; ".join(reasons)
+
+
 def _verdict(plan: _Plan, others: Sequence[_Plan], graph: logical.Graph) -> str:
-    """The cause that all nodes on the chosen device share, with figures."""
+    """The cause that all nodes share, with figures."""
     at = " ".join(f"{s.name}={s.hint}" for s in graph.symbols)
-    parts = [f"{plan.total:.4g} us a step on {plan.device.id}" + (f" at {at}" if at else "")]
-    parts += [o.lacks or f"{o.total:.4g} us on {o.device.id}" for o in others]
+    parts = [f"{plan.total:.4g} us a step on {plan.name}" + (f" at {at}" if at else "")]
+    parts += [o.lacks or f"{o.total:.4g} us on {o.name}" for o in others]
     return "; ".join([*parts, *([plan.streams] if plan.streams else [])])

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from flashrt.errors import PlanError
 from flashrt.ir import logical
+from flashrt.ir.bounds import Bounds
 from flashrt.ir.ops import ATTENTION_EXACT, EXACT, LINEAR_BF16, LINEAR_EXACT, LINEAR_F16, LINEAR_I8, OPS
 from flashrt.ir.text import show_node
 from flashrt.ir.types import Weight
 from flashrt.layouts import LAYOUTS
 from flashrt.passes.cost import settings
 
+FEW_ROWS = 16  # too few for matrix units to pay for what they need first
 NUMERICS = (LINEAR_EXACT, LINEAR_I8, LINEAR_BF16, LINEAR_F16)
 
 
@@ -20,6 +22,7 @@ def precision(
     graph: logical.Graph,
     *,
     numerics: str = LINEAR_EXACT,
+    few: str = "",
     attention: str = ATTENTION_EXACT,
     exclude: Sequence[str] = (),
 ) -> logical.Graph:
@@ -29,6 +32,8 @@ def precision(
     quantised round their input to INT8 in blocks of 32, with "act=bf16 acc=f32" they round
     both sides to bf16, with "act=f16 acc=f32" to f16 (only NPUs have that); products with
     plain weights stay exact.
+    few: the same for linears that have FEW_ROWS rows at most in every step, such as the last one of a
+    language model ("": as the others).
     attention: how attention is computed. With "kv=bf16" keys and values are kept in bf16, with "act=bf16"
     queries and weights are rounded to it, too.
     exclude: operations or names, or dotted parts of names (`lm_head`, `layers.0`); linears among them
@@ -37,8 +42,9 @@ def precision(
     Raises:
         PlanError: unknown numerics, an `exclude` that nothing fits, or a matrix in no known layout.
     """
-    if numerics not in NUMERICS:
-        raise PlanError(f"unknown numerics {numerics!r}", hint=f"known: {', '.join(map(repr, NUMERICS))}")
+    for asked in (numerics, few or numerics):
+        if asked not in NUMERICS:
+            raise PlanError(f"unknown numerics {asked!r}", hint=f"known: {', '.join(map(repr, NUMERICS))}")
     if settings(attention).get("kv") == "bf16":
         kept = {name for n in graph.nodes if n.op == "attention" for name in n.writes}
         states = tuple(
@@ -46,11 +52,15 @@ def precision(
         )
         graph = replace(graph, states=states)
     weights = {f"@{w.name}": _stored(w, graph) for w in graph.weights}
-    exact = _excluded(graph, exclude)
-    nodes = tuple(
-        replace(n, numerics=attention if n.op == "attention" else _numerics(n, weights, numerics, exact))
-        for n in graph.nodes
-    )
+    exact, known = _excluded(graph, exclude), Bounds.of(graph)
+
+    def chosen(node: logical.Node) -> str:
+        if node.op == "attention":
+            return attention
+        short = node.op == "linear" and known.interval(node.type.shape[0])[1] <= FEW_ROWS
+        return _numerics(node, weights, few if few and short else numerics, exact)
+
+    nodes = tuple(replace(n, numerics=chosen(n)) for n in graph.nodes)
     return replace(graph, weights=tuple(weights.values()), nodes=nodes)
 
 

@@ -1,8 +1,8 @@
 """How each node may be split by output channels, and whether that could pay.
 
 A linear splits at whole row groups of its packed layout, so that a shard's weights are
-one contiguous range of bytes. Everything else stays whole: its weights are small and its
-inputs would have to travel.
+one contiguous range of bytes. Everything else stays whole, or goes with the products it
+follows: its weights are small and its inputs would have to travel.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashrt.ir import logical
+from flashrt.ir.graph_laws import GRANULE
 from flashrt.ir.types import Env, evaluate
 from flashrt.layouts import LAYOUTS
 from flashrt.machine import Machine
@@ -35,15 +36,18 @@ def shard(graph: logical.Graph, costs: Costs, machine: Machine) -> Mapping[str, 
 
 
 def _cut(node: logical.Node, layouts: Mapping[str, str], costs: Costs, machine: Machine, env: Env) -> Cut:
+    """Whole only where not even the fastest way to and fro is shorter than what sharing could save."""
     layout = layouts.get(node.inputs[1][1:]) if node.op == "linear" else None
     if layout is None:
         return Cut(0, "whole: only products with weights split")
-    times = sorted((evaluate(costs.of(node.name, d.id).est, env), d.id) for d in machine.devices)
-    (first, here), (second, there) = times[0], times[1]
-    gain = first - 1 / (1 / max(first, 1e-9) + 1 / max(second, 1e-9))
-    link = machine.link(there, here)
-    moving = 2 * link.latency.value + evaluate(node.type.bytes, env) / link.rate.value * 1e6
-    figures = f"sharing with {there} saves at most {gain:.4g} us, moving costs {moving:.4g} us"
+    times = sorted((max(evaluate(costs.of(node.name, d.id).est, env), 1e-9), d.id) for d in machine.devices)
+    first, here = times[0]
+    gain = first - 1 / sum(1 / t for t, _ in times)
+    moving = min(
+        machine.link(here, d).latency.value + machine.link(d, here).latency.value for _, d in times[1:]
+    )
+    others = times[1][1] if len(times) == 2 else "the others"
+    figures = f"sharing with {others} saves at most {gain:.4g} us, moving takes {moving:.4g} us at least"
     if gain <= moving:
         return Cut(0, f"whole: {figures}")
-    return Cut(LAYOUTS[layout].rows, f"may split: {figures}")
+    return Cut(max(LAYOUTS[layout].rows, GRANULE), f"may split: {figures}")

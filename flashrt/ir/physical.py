@@ -33,13 +33,17 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one device may hold, in bytes, and what the plan puts there."""
+    """What one device may hold, in bytes, and what the plan puts there.
+
+    shared: weights it also uses, in the memory that it has in common with a device that counts them.
+    """
 
     device: str
     limit: int
     weights: int = 0
     state: int = 0
     activations: int = 0
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from html import escape
 
-from flashrt.ir import logical, micro, physical
+from flashrt.ir import logical, micro, physical, picture
 from flashrt.ir.text import Level, show_instr, show_node
 from flashrt.ir.types import Dim, Env, evaluate, show
 
@@ -222,15 +222,16 @@ box.addEventListener("input", () => {
 def to_html(level: Level, *, node: str = "", kernel: str = "", cap: int = CAP) -> str:
     """A page that needs nothing else: the summary, then one row for each node or instruction.
 
-    A logical graph is a table; a physical graph has a column for each device, a stream one for each
-    lane. node, kernel: globs, see `matching`. cap: most rows; what is left out is said.
+    A logical graph is a table; a physical graph has a picture and a column for each device, a stream a
+    column for each lane. node, kernel: globs, see `matching`. cap: most rows; what is left out is said.
     """
     found = list(matching(level, node, kernel))
     title = escape(_title(level))
     return "".join(
         [
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
-            f"<style>{_STYLE}</style></head><body><h1>{title}</h1><pre>{escape(summary(level))}</pre>",
+            f"<style>{_STYLE}{picture.STYLE}</style></head><body><h1>{title}</h1><pre>{escape(summary(level))}</pre>",
+            _picture(level) if not node and not kernel else "",
             f"<p>{_told(len(found), cap)}</p>",
             '<p><input id="filter" placeholder="filter: words that a row must hold"> ',
             '<span id="told"></span></p>\n',
@@ -238,6 +239,13 @@ def to_html(level: Level, *, node: str = "", kernel: str = "", cap: int = CAP) -
             f"<script>{_SCRIPT}</script></body></html>\n",
         ]
     )
+
+
+def _picture(level: Level) -> str:
+    if not isinstance(level, physical.Graph):
+        return ""
+    env = typical(level)
+    return picture.to_svg(level, lambda value: _figure(value, env))
 
 
 def _told(count: int, cap: int) -> str:

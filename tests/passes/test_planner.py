@@ -1,4 +1,4 @@
-"""Whatever the machine: the plan fits, and no device alone would be predicted to be faster."""
+"""Whatever the machine: the plan fits, and no device alone would be faster by the clock."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flashrt.errors import PlanError
-from flashrt.ir import physical
+from flashrt.ir.clock import simulate
 from flashrt.ir.laws import violations
-from flashrt.ir.types import evaluate
 from flashrt.machine import Device, Machine
-from flashrt.passes.cost import cost
-from flashrt.passes.pipeline import compile_graph
-from flashrt.passes.place import place
-from flashrt.passes.shard import shard
-from flashrt.passes.transfer import transfer
+from flashrt.passes.pipeline import Options, Planned, compile_graph
 from tests.passes.examples import device, known, machine, two_layers
 
 GRAPH = two_layers()
-ROUNDING = 1.01  # prices are rounded to four digits, node by node
+GAIN = 1.011  # several devices are used where they save a hundredth of the time
 
 
 def devices(memory: st.SearchStrategy[int]) -> st.SearchStrategy[Device]:
@@ -42,38 +37,36 @@ def machines(memory: st.SearchStrategy[int]) -> st.SearchStrategy[Machine]:
     return some.map(lambda found: machine(*found))
 
 
-def planned(on: Machine, **choice: Any) -> physical.Graph:
-    costs = cost(GRAPH, on)
-    return transfer(place(GRAPH, costs, on, cuts=shard(GRAPH, costs, on), **choice), on)
+def planned(on: Machine, **choice: Any) -> Planned:
+    return compile_graph(GRAPH, on, Options(**choice))
 
 
-def total(graph: physical.Graph) -> float:
-    """Microseconds of a typical step: every node and every copy."""
-    env = {s.name: s.hint for s in graph.symbols}
-    return sum(evaluate(n.est, env) for n in graph.nodes)
+def total(plan: Planned) -> float:
+    """Microseconds of a typical step."""
+    return simulate(plan.stream, {}).step_time
 
 
-@settings(max_examples=100)
+@settings(max_examples=15)
 @given(machines(st.just(1 << 30)))
 def test_never_slower_than_one_device(on: Machine) -> None:
     """With memory for everything the choice is at least as good as each device that can run all of it,
-    as the same prices tell. (Rows on the reference implementation are priced as if they were compiled.)"""
+    as the same clock tells. (Rows on the reference implementation are priced as if they were compiled.)"""
     try:
-        graph = planned(on)
+        plan = planned(on)
     except PlanError:
         assert all(d.kind not in ("cpu", "reference", "null") for d in on.devices)  # nothing runs the rest
         return
-    assert violations(graph) == []
+    assert violations(plan.physical) == violations(plan.stream) == []
     for each in on.devices:
         try:
-            alone = planned(on, devices=[each.id])
+            alone = planned(on, devices=(each.id,))
         except PlanError:
             continue
-        if all(n.device == each.id for n in alone.nodes):
-            assert total(graph) <= total(alone) * ROUNDING, each.id
+        if all(n.device == each.id for n in alone.physical.nodes):
+            assert total(plan) <= total(alone) * GAIN, each.id
 
 
-@settings(max_examples=100)
+@settings(max_examples=15)
 @given(machines(st.integers(100_000, 400_000)))
 def test_a_plan_keeps_every_budget(on: Machine) -> None:
     """Memory around the model's size: there is a plan within the budgets, or an error with the figures."""
@@ -90,7 +83,7 @@ def test_a_plan_keeps_every_budget(on: Machine) -> None:
         assert taken <= budget.limit == on.device(budget.device).budget
 
 
-@settings(max_examples=30)
+@settings(max_examples=8)
 @given(machines(st.just(1 << 30)), st.randoms())
 def test_the_order_of_devices_is_no_matter(on: Machine, random: Any) -> None:
     """Unless two are equally fast, the same device is chosen however the machine lists them."""
@@ -104,4 +97,4 @@ def test_the_order_of_devices_is_no_matter(on: Machine, random: Any) -> None:
         with pytest.raises(PlanError):
             planned(other)
         return
-    assert total(planned(other)) == pytest.approx(total(first), rel=ROUNDING - 1)
+    assert total(planned(other)) == pytest.approx(total(first), rel=2 * (GAIN - 1))

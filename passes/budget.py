@@ -1,0 +1,163 @@
+"""What a device would hold: weights, state and results alive at once; and what a plan may take of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flashrt.ir import logical, physical
+from flashrt.ir.bounds import Bounds
+from flashrt.ir.types import Env, State, Weight, evaluate
+from flashrt.machine import Device, Machine
+from flashrt.passes.cost import Node, aligned, block_bytes
+from flashrt.passes.rows import rows_used
+
+HOSTS = ("cpu", "reference", "null")  # kinds whose memory the reference implementation reads
+Rows = tuple[int, int]  # of a weight: first, behind the last
+Held = Mapping[tuple[str, str], Rows]  # (weight, device) → rows that the device keeps
+
+
+def weight_road(device: Device, machine: Machine) -> tuple[str, str]:
+    """The link that weights come over: from disk to a host device, from host memory to another."""
+    host = next((d.id for d in machine.devices if d.kind in HOSTS), "disk")
+    return ("disk" if device.kind in HOSTS else host, device.id)
+
+
+def pool_of(device: Device) -> str:
+    """The memory of a device: its pool's, or its own."""
+    return device.pool or device.id
+
+
+def pool_limit(pool: str, machine: Machine) -> int:
+    """Bytes that plans may take of a memory: what its devices may take together, and never all of it."""
+    members = [d for d in machine.devices if pool_of(d) == pool]
+    whole = max(d.memory * 9 // 10 if len(members) > 1 else d.budget for d in members)
+    return min(whole, sum(d.budget for d in members))
+
+
+# ---- what a placement holds ----------------------------------------------------------
+def weights_held(nodes: Iterable[physical.Node], weights: Mapping[str, Weight], known: Bounds) -> Held:
+    """The rows of each weight that each device needs for these nodes, wherever the splits stand."""
+    held: dict[tuple[str, str], Rows] = {}
+    for node in nodes:
+        for index, name in enumerate(node.inputs):
+            if name[0] == "@":
+                lo, hi = rows_used(node, index, weights[name[1:]], known)
+                low, high = held.get((name[1:], node.device), (lo, hi))
+                held[name[1:], node.device] = min(lo, low), max(hi, high)
+    return held
+
+
+def held_bytes(held: Held, weights: Mapping[str, Weight], devices: Iterable[str]) -> int:
+    """Bytes of the weights of some devices that share a memory: each row counts once."""
+    spans: dict[str, list[Rows]] = defaultdict(list)
+    members = set(devices)
+    for (name, device), rows in held.items():
+        if device in members:
+            spans[name].append(rows)
+    return sum(_span_bytes(weights[name], rows) for name, rows in spans.items())
+
+
+def _span_bytes(weight: Weight, spans: Sequence[Rows]) -> int:
+    lo, hi = min(s[0] for s in spans), max(s[1] for s in spans)
+    return aligned(block_bytes(weight, lo, hi))
+
+
+def state_bytes(state: State, env: Env) -> int:
+    """Bytes of a state when the symbols are `env`."""
+    return math.ceil(evaluate(state.type.bytes, env))
+
+
+def peak_activations(nodes: Sequence[Node], graph: logical.Graph | physical.Graph) -> int:
+    """The most bytes of results alive at once, at the largest step, and a quarter more for gaps."""
+    known = Bounds.of(graph)
+    sizes = {n.name: aligned(math.ceil(known.interval(n.type.bytes)[1])) for n in nodes}
+    uses = [{i[1:] for i in n.inputs if i[1:] in sizes} | {n.name} for n in nodes]
+    kept = {o.value.removeprefix("%") for o in graph.outputs}
+    return aligned(_peak(uses, sizes, kept) * 5 // 4)
+
+
+def peak_weights(nodes: Sequence[Node], sizes: Mapping[str, int]) -> int:
+    """The most bytes of weights alive at once when each is loaded for its uses only."""
+    uses = [{i[1:] for i in n.inputs if i[0] == "@"} for n in nodes]
+    return _peak(uses, sizes, ())
+
+
+def _peak(uses: Sequence[set[str]], sizes: Mapping[str, int], kept: Iterable[str]) -> int:
+    """Largest sum of sizes alive at once; alive from the first use to the last (`kept`: to the end)."""
+    last = {name: i for i, names in enumerate(uses) for name in names} | dict.fromkeys(kept, len(uses))
+    alive: set[str] = set()
+    now = peak = 0
+    for i, names in enumerate(uses):
+        now += sum(sizes[name] for name in names - alive)
+        alive |= names
+        peak = max(peak, now)
+        over = {name for name in names if last[name] == i}
+        now -= sum(sizes[name] for name in over)
+        alive -= over
+    return peak
+
+
+# ---- the budgets of a plan -------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A device's budget as far as a placement fills it. least: bytes its weights need when they stream.
+
+    reserve: what results of another variant may take.
+    """
+
+    budget: physical.Budget
+    least: int
+    reserve: int = 0
+
+    @property
+    def left(self) -> int:
+        """Bytes for weights."""
+        return self.budget.limit - self.budget.state - max(self.budget.activations, self.reserve)
+
+    def short(self) -> str:
+        """What is lacking, in figures."""
+        b = self.budget
+        total = self.least + b.state + b.activations
+        return (
+            f"{b.device} needs {total} bytes at least ({self.least} for weights that stream, "
+            f"{b.state} state, {b.activations} activations) of {b.limit}"
+        )
+
+
+def charge_pools(budgets: Sequence[physical.Budget], held: Held, weights: Mapping[str, Weight],
+                 machine: Machine) -> list[physical.Budget]:  # fmt: skip
+    """Budgets in which devices of one memory count what they share once.
+
+    Each counts weights up to its own limit, the first one first; the rest is `shared` with those.
+    """
+    pools: dict[str, list[physical.Budget]] = defaultdict(list)
+    for budget in budgets:
+        pools[pool_of(machine.device(budget.device))].append(budget)
+    out: dict[str, physical.Budget] = {}
+    for members in pools.values():
+        left = held_bytes(held, weights, [b.device for b in members])
+        for at, b in enumerate(members):
+            own = b.weights
+            room = max(0, b.limit - b.state - b.activations)
+            later = sum(max(0, o.limit - o.state - o.activations) for o in members[at + 1 :])
+            count = own if len(members) == 1 else min(own, left, room)
+            count = max(count, min(own, left - later))  # nobody behind it could count these
+            left -= count
+            out[b.device] = physical.Budget(b.device, b.limit, count, b.state, b.activations, own - count)
+    return [out[b.device] for b in budgets]
+
+
+def room_of(budgets: Iterable[physical.Budget], reserve: Mapping[str, int]) -> Counter[str]:
+    """Bytes that state and results leave for the weights of each device, shared ones included.
+
+    reserve: results of other variants, by device, where they take more.
+    """
+    return Counter(
+        {
+            b.device: b.limit - b.state - max(b.activations, reserve.get(b.device, 0)) + b.shared
+            for b in budgets
+        }
+    )

@@ -1,0 +1,324 @@
+"""Deals the units of a graph out to several devices: in order of speed, and by an integer program."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, count
+
+from flashrt.ir import logical, physical
+from flashrt.ir.types import substitute, sym, symbols_of
+from flashrt.passes.assign import Choice, Memory, Problem, Tied, assign
+from flashrt.passes.budget import (
+    Held,
+    held_bytes,
+    peak_activations,
+    pool_limit,
+    pool_of,
+    state_bytes,
+    weight_road,
+)
+from flashrt.passes.choices import AWAY, SHARE, Placer, Plan, Priced, Rules
+from flashrt.passes.cost import aligned, block_bytes
+from flashrt.passes.price import Prices
+from flashrt.passes.ratio import Ratios
+from flashrt.passes.spread import Lanes, Seat, Shared
+from flashrt.passes.task import Task
+from flashrt.passes.units import Unit, lanes, signature, units, users_of
+
+MOST = 60  # choices of a class of units that the integer program is given
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """Seats of all nodes, what is to be said for them by node, and the split variables in use."""
+
+    seats: Mapping[str, Seat]
+    causes: Mapping[str, str]
+    splits: tuple[physical.Split, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """Units that cost the same. priced: the plans of one of them; choices: the same for the program."""
+
+    units: tuple[Unit, ...]
+    priced: tuple[Priced, ...]
+    choices: tuple[Choice, ...]
+
+
+def deal(task: Task) -> list[Dealt]:
+    """The ways found: by the integer program, if it finds any, and in order of speed. Not all may fit."""
+    return _Dealer(task).ways()
+
+
+class _Dealer:
+    """The graph in classes of units, and their plans."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._prices = prices = Prices(task.graph, task.costs, task.machine, task.env)
+        self._weights = task.weights
+        self._units = units(task.graph)
+        self._devices = [d.id for d in task.usable]
+        self._pools = {d.id: pool_of(d) for d in task.usable}
+        self._held = task.earlier.held()
+        self._tied = _tied(self._units)
+        self._wanted = _wanted(self._units)
+        rules = Rules(
+            task.fixed, task.seat, lambda n, d: not task.obstacle(n, d), self._channels(), self._joint()
+        )
+        products = [n for n in task.graph.nodes if rules.units[n.name]]
+        self._ratios = Ratios(products, rules.joint, rules.units, prices, task.earlier.cuts())
+        self._placer = Placer(rules, self._ratios, prices, self._weights)
+        self._classes = self._classify()
+
+    def ways(self) -> list[Dealt]:
+        """All ways, those first that should be faster."""
+        plans = (self._best(beside=True), self._best(beside=False), self._in_order_of_speed())
+        return [self._dealt(p) for p in plans if p is not None]
+
+    def _channels(self) -> Mapping[str, int]:
+        task = self._task
+        return {
+            n.name: task.cuts[n.name].unit if n.name in task.cuts and n.name not in task.fixed else 0
+            for n in task.graph.nodes
+        }
+
+    def _joint(self) -> Lanes:
+        """Joint products of which every part and every reader may sit where the shards are."""
+        users = users_of(self._task.graph)
+
+        def free(node: logical.Node) -> bool:
+            obstacles = (self._task.obstacle(node, d) for d in self._devices)
+            return node.name not in self._task.fixed and not any(obstacles)
+
+        return {
+            name: parts
+            for name, parts in lanes(self._task.graph).items()
+            if all(free(p) and all(map(free, users[p.name])) for p in parts)
+        }
+
+    def _classify(self) -> list[_Class]:
+        fixed = {name: seat.device for name, seat in self._task.fixed.items()}
+        alike: dict[object, list[Unit]] = defaultdict(list)
+        for unit in self._units:
+            alike[signature(unit, self._weights, fixed), self._kept(unit)].append(unit)
+        return [self._class(tuple(us)) for us in alike.values()]
+
+    def _kept(self, unit: Unit) -> object:
+        """Where earlier plans keep the unit's weights."""
+        names = [i[1:] for n in unit.nodes for i in n.inputs if i[0] == "@"] if self._held else []
+        return tuple(self._held.get((name, d)) for name in names for d in self._devices)
+
+    def _class(self, alike: tuple[Unit, ...]) -> _Class:
+        priced = self._placer.priced(alike[0], self._devices, self._wanted[alike[0].name])
+        choices = [self._choice(alike[0], p) for p in priced]
+        kept = _worthwhile(choices)
+        return _Class(alike, tuple(priced[i] for i in kept), tuple(choices[i] for i in kept))
+
+    def _choice(self, unit: Unit, priced: Priced) -> Choice:
+        new = {key: rows for key, rows in priced.held.items() if self._held.get(key) != rows}
+        tied = frozenset((name, self._pools[d]) for name, d in new if name in self._tied)
+        own = {key: rows for key, rows in new.items() if key[0] not in self._tied}
+        sizes = Counter({pool: self._bytes(own, pool) for pool in set(self._pools.values())})
+        for node in unit.nodes:
+            for state in self._task.states([node]):
+                device = self._task.seat(node, priced.plan.home).device
+                sizes[self._pools.get(device, device)] += state_bytes(state, self._task.env)
+        uses = frozenset((priced.plan.home, *priced.plan.partners))
+        return Choice(priced.cost, sizes, priced.plan.home, uses, tied)
+
+    def _bytes(self, held: Held, pool: str) -> int:
+        return held_bytes(held, self._weights, [d for d, p in self._pools.items() if p == pool])
+
+    # ---- by the integer program --------------------------------------------------------
+    def _best(self, *, beside: bool) -> dict[str, Plan] | None:
+        """By the integer program. beside: as `Problem` says."""
+        problem = Problem(
+            [c.choices for c in self._classes], [len(c.units) for c in self._classes], self._memories(),
+            self._tied_bytes(), {d: (self._pools[d], self._results(d)) for d in self._devices},
+            {d: self._arriving(d) for d in self._devices}, beside,
+        )  # fmt: skip
+        counts = assign(problem)
+        if counts is None:
+            return None
+        chosen = [
+            [p.plan for p, n in zip(c.priced, row, strict=True) for _ in range(n)]
+            for c, row in zip(self._classes, counts, strict=True)
+        ]
+        order = self._order_of_homes(chosen)
+        plans: dict[str, Plan] = {}
+        for c, mine in zip(self._classes, chosen, strict=True):
+            mine.sort(key=lambda p: order.index(p.home))
+            plans |= {u.name: p for u, p in zip(c.units, mine, strict=True)}
+        return plans
+
+    def _order_of_homes(self, chosen: Sequence[Sequence[Plan]]) -> list[str]:
+        """Homes so that the layers begin where the graph begins, and end where it ends."""
+        homes = dict.fromkeys(p.home for plans in chosen for p in plans)
+        ends = {}
+        for unit in (self._units[0], self._units[-1]):
+            ends[unit.name] = next(
+                p[0].home for c, p in zip(self._classes, chosen, strict=True) if unit in c.units
+            )
+        first, last = ends[self._units[0].name], ends[self._units[-1].name]
+        return [first, *(h for h in homes if h not in (first, last)), *([last] if last != first else [])]
+
+    def _memories(self) -> dict[str, Memory]:
+        machine = self._task.machine
+        out: dict[str, Memory] = {}
+        for device in self._task.usable:
+            pool = self._pools[device.id]
+            limit = pool_limit(pool, machine) - self._bytes(self._held, pool)
+            rate = machine.link(*weight_road(device, machine)).rate.value
+            out.setdefault(pool, Memory(limit, None if self._held else 1e6 / rate, self._ring()))
+        return out
+
+    def _ring(self) -> int:
+        """Bytes that streaming takes: the largest weight of a layer. Larger ones had better stay."""
+        layer = max(self._classes, key=lambda c: len(c.units)).units[0]
+        sizes = (self._size(i[1:]) for n in layer.nodes for i in n.inputs if i[0] == "@")
+        return max(sizes, default=0)
+
+    def _tied_bytes(self) -> dict[Tied, tuple[str, int]]:
+        pools = dict.fromkeys(self._pools.values())
+        return {(name, pool): (pool, self._size(name)) for name in self._tied for pool in pools}
+
+    def _size(self, weight: str) -> int:
+        return aligned(block_bytes(self._weights[weight]))
+
+    def _results(self, device: str) -> int:
+        own = peak_activations(self._task.graph.nodes, self._task.graph)
+        return max(own, self._task.earlier.reserve.get(device, 0))
+
+    def _arriving(self, device: str) -> float:
+        """Microseconds until what one unit hands to the next has come from another device."""
+        types = {n.name: n.type for n in self._task.graph.nodes}
+        handed = [types[name] for name in self._wanted[self._units[len(self._units) // 2].name]]
+        ways = (sum(self._prices.copy(t, d, device) for t in handed) for d in self._devices if d != device)
+        return min(ways, default=0.0)
+
+    # ---- in order of speed -------------------------------------------------------------
+    def _in_order_of_speed(self) -> dict[str, Plan] | None:
+        """Units in order, each whole on the fastest device that still has room for it."""
+        whole = {u.name: self._whole(c) for c in self._classes for u in c.units}
+        speed = {d: sum(w[d].cost for w in whole.values()) for d in self._devices}
+        room = {pool: m.limit for pool, m in self._memories().items()}
+        for pool in room:
+            room[pool] -= sum(self._results(d) for d, p in self._pools.items() if p == pool)
+        plans: dict[str, Plan] = {}
+        there: set[Tied] = set()
+        order = sorted(self._devices, key=lambda d: speed[d])
+        for unit in self._units:
+            while order:
+                choice = whole[unit.name][order[0]]
+                extra = sum(self._size(name) for name, pool in choice.tied - there)
+                if choice.bytes[self._pools[order[0]]] + extra <= room[self._pools[order[0]]]:
+                    break
+                order.pop(0)
+            if not order:
+                return None
+            for pool, nbytes in choice.bytes.items():
+                room[pool] -= nbytes
+            for name, pool in choice.tied - there:
+                room[pool] -= self._size(name)
+            there |= choice.tied
+            plans[unit.name] = Plan(order[0])
+        return plans
+
+    def _whole(self, c: _Class) -> dict[str, Choice]:
+        """The choice to have a unit whole on a device, by device."""
+        unit = c.units[0]
+        wanted = self._wanted[unit.name]
+        return {d: self._choice(unit, self._placer.one(unit, Plan(d), wanted)) for d in self._devices}
+
+    # ---- what comes of it --------------------------------------------------------------
+    def _dealt(self, plans: Mapping[str, Plan]) -> Dealt:
+        seats: dict[str, Seat] = {}
+        causes: dict[str, str] = {}
+        for c in self._classes:
+            said: dict[Plan, str] = {}
+            for unit in c.units:
+                plan = plans[unit.name]
+                if plan not in said:
+                    said[plan] = self._cause(c.units[0], plan)
+                mine = self._placer.seats(unit, plan)
+                seats |= mine
+                causes |= dict.fromkeys(mine, said[plan])
+        splits = self._splits(seats)
+        names = dict(zip((s.name for s in splits), _names(splits, self._task.env), strict=True))
+        new = {old: sym(name) for old, name in names.items()}
+        seats = {
+            n: replace(s, bounds=tuple(substitute(b, new) for b in s.bounds)) if isinstance(s, Shared) else s
+            for n, s in seats.items()
+        }
+        return Dealt(seats, causes, tuple(replace(s, name=names[s.name]) for s in splits))
+
+    def _cause(self, unit: Unit, plan: Plan) -> str:
+        """The price of a unit's plan, and what the unit would cost whole on each device."""
+        wanted = self._wanted[unit.name]
+        price = self._placer.one(unit, plan, wanted).cost
+        whole = [f"{self._placer.one(unit, Plan(d), wanted).cost:.4g} us whole on {d}" for d in self._devices]
+        where = f"unit on {plan.home}"
+        if SHARE in plan.sets or AWAY in plan.sets:
+            where += f", products shared with {' and '.join(plan.partners)}"
+        return f"{where}: {price:.4g} us ({', '.join(whole)})"
+
+    def _splits(self, seats: Mapping[str, Seat]) -> tuple[physical.Split, ...]:
+        used = {
+            s
+            for seat in seats.values()
+            if isinstance(seat, Shared)
+            for b in seat.bounds
+            for s in symbols_of(b)
+        }
+        made = [cuts.split for cuts in self._ratios.made.values() if cuts is not None]
+        return tuple(s for s in made if s.name in used)
+
+
+def _names(splits: Sequence[physical.Split], taken: Iterable[str]) -> Iterator[str]:
+    """`s1536` for the variable that cuts up to channel 1536, `s1536_2` for a second one."""
+    known = set(taken)
+    for split in splits:
+        base = f"s{split.positions[-1]}"
+        name = next(n for n in chain([base], (f"{base}_{i}" for i in count(2))) if n not in known)
+        known.add(name)
+        yield name
+
+
+def _wanted(all_units: Sequence[Unit]) -> dict[str, tuple[str, ...]]:
+    """For each unit, the values that others take of it."""
+    maker = {n.name: u.name for u in all_units for n in u.nodes}
+    out: dict[str, dict[str, None]] = {u.name: {} for u in all_units}
+    for unit in all_units:
+        for node in unit.nodes:
+            for name in node.inputs:
+                by = maker.get(name[1:]) if name[0] == "%" else None
+                if by is not None and by != unit.name:
+                    out[by][name[1:]] = None
+    return {name: tuple(values) for name, values in out.items()}
+
+
+def _tied(all_units: Sequence[Unit]) -> set[str]:
+    """Weights that several units use."""
+    users = Counter(
+        name for u in all_units for name in {i[1:] for n in u.nodes for i in n.inputs if i[0] == "@"}
+    )
+    return {name for name, count in users.items() if count > 1}
+
+
+def _worthwhile(choices: Sequence[Choice]) -> list[int]:
+    """Those that no other choice of the same home beats or equals in time and in every memory."""
+    kept: list[int] = []
+    for at, choice in enumerate(choices):
+        if len(kept) < MOST and not any(_beats(choices[k], choice) for k in kept):
+            kept.append(at)
+    return kept
+
+
+def _beats(a: Choice, b: Choice) -> bool:
+    """Whether a, which is no slower, needs no more of anything than b."""
+    less = all(a.bytes.get(m, 0) <= nbytes for m, nbytes in b.bytes.items())
+    return a.home == b.home and less and a.tied <= b.tied and a.uses <= b.uses

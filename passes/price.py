@@ -1,0 +1,98 @@
+"""What parts of nodes and copies between devices cost, and how long a row of parts takes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from flashrt.ir import logical
+from flashrt.ir.types import Dim, TensorType, evaluate
+from flashrt.machine import Machine
+from flashrt.passes.cost import Cost, Costs, price
+from flashrt.passes.spread import Part
+
+MERGE = 0.1  # microseconds that a merge is said to cost: parts are made in place
+FREE = ("slice", "view")  # operations that `elide` leaves nothing of
+
+
+class Prices:
+    """Costs of parts at typical sizes. env: values of symbols; those of split variables are added to it."""
+
+    def __init__(self, graph: logical.Graph, costs: Costs, machine: Machine, env: Mapping[str, int]) -> None:
+        self.machine, self.env = machine, dict(env)
+        self._costs = costs
+        self.values = {n.name: n.type for n in graph.nodes}
+        self._types = {i.name: i.type for i in graph.inputs} | self.values
+        self._est: dict[tuple[str, str, Dim | None, Dim | None], float] = {}
+        self._bytes: dict[TensorType, float] = {}
+        self._links: dict[tuple[str, str], tuple[float, float]] = {}
+
+    def cost(self, part: Part) -> Cost:
+        """A part's price as sizes in the symbols."""
+        if part.merge:
+            return Cost(MERGE, 0, 0)
+        whole = self._costs.of(part.node.name, part.device)
+        if part.lo is None or part.hi is None:
+            return whole
+        width = part.node.type.shape[-1]
+        assert isinstance(width, int), part.node.name
+        share = (part.hi - part.lo) * (1 / width)
+        fixed = self._types[part.node.inputs[0][1:]].bytes if part.node.op == "linear" else 0
+        moved = fixed + (whole.bytes - fixed) * share
+        return price(moved, whole.flops * share, part.node.numerics, self.machine.device(part.device))
+
+    def kind(self, node: logical.Node) -> object:
+        """The same for nodes that cost the same."""
+        cost = self._costs.of(node.name, self.machine.devices[0].id)
+        return node.numerics, cost.bytes, cost.flops
+
+    def est(self, part: Part) -> float:
+        """Microseconds of a part; nothing for what is gone when the stream is made faster."""
+        if part.merge or part.node.op in FREE:
+            return 0.0
+        key = (part.node.name, part.device, part.lo, part.hi)
+        if key not in self._est:
+            self._est[key] = max(0.0, float(evaluate(self.cost(part).est, self.env)))
+        return self._est[key]
+
+    def copy(self, type: TensorType, src: str, dst: str) -> float:
+        """Microseconds until a value of this type has come from one device to another."""
+        if (src, dst) not in self._links:
+            link = self.machine.link(src, dst)
+            self._links[src, dst] = (link.latency.value, 1e6 / link.rate.value)
+        if type not in self._bytes:
+            self._bytes[type] = float(evaluate(type.bytes, self.env))
+        latency, each = self._links[src, dst]
+        return latency + self._bytes[type] * each
+
+
+def finish(parts: Sequence[Part], prices: Prices, home: str = "", wanted: Iterable[str] = ()) -> float:
+    """Microseconds until every part is done: each device computes one after the other and copies beside it.
+
+    home: the device of the values that the parts take and none of them makes; there `wanted` values end.
+    """
+    made = {p.name: p for p in parts}
+    done: dict[str, float] = {}
+    free: dict[str, float] = defaultdict(float)
+    copies: dict[str, float] = defaultdict(float)
+    arrived: dict[tuple[str, str], float] = {}
+
+    def there(name: str, device: str) -> float:
+        """When a value is on a device; the first to ask for it there has it copied."""
+        source = made.get(name)
+        origin = source.device if source else home if name in prices.values else device
+        if origin == device:
+            return done.get(name, 0.0)
+        if (name, device) not in arrived:
+            start = max(copies[origin], done.get(name, 0.0))
+            type = source.type if source else prices.values[name]
+            arrived[name, device] = copies[origin] = start + prices.copy(type, origin, device)
+        return arrived[name, device]
+
+    for part in parts:
+        begin = max((there(i[1:], part.device) for i in part.inputs if i[0] == "%"), default=0.0)
+        done[part.name] = begin
+        if cost := prices.est(part):
+            free[part.device] = done[part.name] = max(begin, free[part.device]) + cost
+    ends = [there(name, home) for name in wanted if name in made]
+    return max([*free.values(), *ends], default=0.0)

@@ -1,0 +1,149 @@
+"""What `place` is asked: a graph, its costs, the devices, and what has been settled before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from flashrt.errors import PlanError
+from flashrt.ir import logical, physical
+from flashrt.ir.bounds import Bounds
+from flashrt.ir.types import Dim, Env, State, Weight, evaluate
+from flashrt.machine import Device, Machine
+from flashrt.passes.budget import HOSTS, Held, held_bytes, weights_held
+from flashrt.passes.cost import Costs, Node
+from flashrt.passes.shard import Cut
+from flashrt.passes.spread import Seat, Shared, Whole
+
+TAGGED = ("gpu", "npu", "cpu")  # kinds that an affinity speaks of
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """Plans of the same model for other sizes of a step, with which the new one takes turns.
+
+    reserve: device → bytes that results take in a plan that is still to come.
+    """
+
+    graphs: tuple[physical.Graph, ...] = ()
+    reserve: Mapping[str, int] = field(default_factory=dict)
+
+    def states(self) -> dict[str, str]:
+        """State → its device."""
+        return {s: n.device for g in self.graphs for n in g.nodes for s in (*n.reads, *n.writes)}
+
+    def held(self) -> Held:
+        """The rows of weights that the plans keep. Where two keep different rows, those of the last."""
+        out: dict[tuple[str, str], tuple[int, int]] = {}
+        for graph in self.graphs:
+            out |= weights_held(graph.nodes, {w.name: w for w in graph.weights}, Bounds.of(graph))
+        return out
+
+    def cuts(self) -> dict[tuple[int, tuple[str, ...]], tuple[int, ...]]:
+        """(width, devices) → where products are cut for good."""
+        found: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = {}
+        for graph in self.graphs:
+            for seat in seats_of(graph).values():
+                if isinstance(seat, Shared):
+                    bounds = [b for b in seat.bounds if isinstance(b, int)]
+                    if len(bounds) == len(seat.bounds):
+                        found[bounds[-1], seat.devices] = tuple(bounds)
+        return found
+
+    def streaming(self) -> physical.Graph | None:
+        """The plan of which weights don't stay."""
+        for graph in self.graphs:
+            held = weights_held(graph.nodes, {w.name: w for w in graph.weights}, Bounds.of(graph))
+            if any(b.weights + b.shared < _bytes(held, graph, b.device) for b in graph.budgets):
+                return graph
+        return None
+
+
+def _bytes(held: Held, graph: physical.Graph, device: str) -> int:
+    return held_bytes(held, {w.name: w for w in graph.weights}, [device])
+
+
+def seats_of(graph: physical.Graph) -> dict[str, Seat]:
+    """Where each node of the logical graph sits in a physical one."""
+    out: dict[str, Seat] = {}
+    shards: dict[tuple[str, str], list[physical.Node]] = {}
+    for node in graph.nodes:
+        if node.op in ("transfer", "merge"):
+            continue
+        if node.shard is None:
+            out[node.of] = Whole(node.device, node.op.startswith("host."))
+        else:
+            shards.setdefault((node.of, node.name.rpartition("#")[0]), []).append(node)
+    for (value, piece), nodes in shards.items():
+        base = nodes[0].shard.lo if nodes[0].shard else 0
+        bounds: list[Dim] = [0] + [n.shard.hi - base for n in nodes if n.shard]
+        out[value] = out[piece] = Shared(tuple(n.device for n in nodes), tuple(bounds))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """kernels: names by node. env: typical values of the symbols. cuts: what `shard` found.
+
+    fixed: seats of nodes that have no choice, with the cause as obstacle.
+    """
+
+    graph: logical.Graph
+    costs: Costs
+    machine: Machine
+    usable: tuple[Device, ...]
+    kernels: Mapping[str, str]
+    env: Env
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    earlier: Earlier = field(default_factory=Earlier)
+    fixed: Mapping[str, Whole] = field(default_factory=dict)
+    known: dict[object, str] = field(default_factory=dict)  # obstacles found so far
+
+    @property
+    def weights(self) -> dict[str, Weight]:
+        return {w.name: w for w in self.graph.weights}
+
+    def states(self, nodes: Iterable[Node]) -> list[State]:
+        """The states that the nodes use."""
+        own = {name for n in nodes for name in (*n.reads, *n.writes)}
+        return [s for s in self.graph.states if s.name in own]
+
+    def est(self, node: logical.Node, device: str) -> float:
+        """Predicted time of a node at typical sizes, in microseconds."""
+        return evaluate(self.costs.of(node.name, device).est, self.env)
+
+    def seat(self, node: logical.Node, device: str) -> Whole:
+        """Where a node sits when a device is tried for it. Raises PlanError when nothing runs it."""
+        if node.name in self.fixed:
+            return self.fixed[node.name]
+        obstacle = self.obstacle(node, device)
+        if not obstacle:
+            return Whole(device)
+        able = [d.id for d in self.usable if not self.obstacle(node, d.id)]
+        if able:
+            return Whole(min(able, key=lambda d: self.est(node, d)), False, obstacle)
+        tried = (self.machine.device(device), *self.usable, *self.machine.devices)
+        host = next((d.id for d in tried if d.kind in HOSTS), None)
+        if host is None:
+            raise PlanError(
+                f"{node.name}: {obstacle}, and there is no host device for the reference implementation",
+                hint="add a cpu, reference or null device to the machine",
+            )
+        return Whole(host, True, f"{obstacle}: runs on the reference implementation")
+
+    def obstacle(self, node: logical.Node, id: str) -> str:
+        """Why a device can't run a node, or ""."""
+        key = (self.kernels[node.name], node.op, node.numerics, node.affinity, id)
+        if key not in self.known:
+            self.known[key] = self._obstacle(node, id)
+        return self.known[key]
+
+    def _obstacle(self, node: logical.Node, id: str) -> str:
+        kernel, device = self.kernels[node.name], self.machine.device(id)
+        if not any(name == kernel for name, _ in device.kernels):
+            return f"no {kernel} kernel on {id}"
+        if not device.supports(kernel, node.numerics):
+            return f"no {kernel} kernel with {node.numerics or 'unset numerics'} on {id}"
+        if device.kind in TAGGED and node.affinity and device.kind not in node.affinity:
+            return f"{id} isn't for {node.op}: {node.why}"
+        return ""
