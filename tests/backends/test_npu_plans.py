@@ -148,7 +148,7 @@ def moved(variant: Variant, machine: Machine, npu: Device, form: Form) -> Varian
     for faster in pipeline.PERFORMANCE.values():
         stream = faster(stream, pipeline.Options(), pipeline.weight_room(graph.budgets))
     laws.check(stream)
-    return replace(variant, physical=graph, stream=replace(stream, name=variant.name))
+    return Variant.of(variant.name, variant.lo, variant.hi, graph, replace(stream, name=variant.name))
 
 
 @pytest.mark.slow
