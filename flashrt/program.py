@@ -28,8 +28,9 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,7 @@ from flashrt.ir.types import TensorType
 from flashrt.machine import Machine, from_json, to_json
 from flashrt.runtime.arena import Residents
 from flashrt.runtime.executor import Executor
+from flashrt.runtime.idle import Rests
 from flashrt.runtime.step import as_arrays, bind
 from flashrt.runtime.trace import Trace
 from flashrt.weights.index import WeightIndex
@@ -51,20 +53,34 @@ from flashrt.weights.packed import PackedSource, index_from_json, index_to_json,
 from flashrt.weights.source import IndexSource
 
 V = TypeVar("V")
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "plan.json"
 EDITABLE = (".logical", ".physical", ".micro")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Variant:
-    """The plan for one range of T: lo ≤ T ≤ hi (a graph without T has one variant, 0…0)."""
+    """The plan for one range of T: lo ≤ T ≤ hi (a graph without T has one variant, 0…0).
+
+    read: gives the physical graph, which running a plan doesn't need: it has the budgets.
+    """
 
     name: str
     lo: int
     hi: int
-    physical: physical.Graph
+    budgets: tuple[physical.Budget, ...]
     stream: micro.Stream
+    read: Callable[[], physical.Graph] = field(compare=False, repr=False)
+
+    @staticmethod
+    def of(name: str, lo: int, hi: int, graph: physical.Graph, stream: micro.Stream) -> Variant:
+        """A variant with its graph at hand."""
+        return Variant(name, lo, hi, graph.budgets, stream, lambda: graph)
+
+    @cached_property
+    def physical(self) -> physical.Graph:
+        """The graph. Raises ParseError when its text, where it was read from, doesn't parse."""
+        return self.read()
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +245,10 @@ def _manifest(plan: Plan, files: Mapping[str, bytes], *, packed: bool) -> dict[s
         "machine": plan.machine.fingerprint(),
         "options": dict(plan.options),
         "packed": packed,
-        "variants": [{"name": v.name, "lo": v.lo, "hi": v.hi} for v in plan.variants],
+        "variants": [
+            {"name": v.name, "lo": v.lo, "hi": v.hi, "budgets": [asdict(b) for b in v.budgets]}
+            for v in plan.variants
+        ],
         "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
     }
     return {**facts, "sha256": _digest(facts)}
@@ -265,16 +284,7 @@ def _read(folder: Path, edited: bool) -> Plan:
     manifest = read_manifest(folder)
     try:
         read = _Reader(folder, manifest["files"], edited)
-        variants = tuple(
-            Variant(
-                v["name"],
-                v["lo"],
-                v["hi"],
-                read.level(text.read_physical, f"{v['name']}.physical"),
-                read.level(text.read_micro, f"{v['name']}.micro"),
-            )
-            for v in manifest["variants"]
-        )
+        variants = tuple(_variant(v, read, edited) for v in manifest["variants"])
         chat = None
         if "chat.json" in manifest["files"]:
             facts = json.loads(read.text("chat.json"))
@@ -295,6 +305,15 @@ def _read(folder: Path, edited: bool) -> Plan:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _corrupt(folder, MANIFEST, repr(error)) from None
+
+
+def _variant(facts: Mapping[str, Any], read: _Reader, edited: bool) -> Variant:
+    name, stream = facts["name"], read.level(text.read_micro, f"{facts['name']}.micro")
+    graph = read.later(text.read_physical, f"{name}.physical")
+    if edited:
+        return Variant.of(name, facts["lo"], facts["hi"], graph(), stream)
+    budgets = tuple(physical.Budget(**b) for b in facts["budgets"])
+    return Variant(name, facts["lo"], facts["hi"], budgets, stream, graph)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -343,7 +362,12 @@ class _Reader:
 
     def level(self, parse: Callable[..., V], name: str) -> V:
         """Parses a text; errors name the file."""
-        return parse(self.text(name), path=str(self._folder / name))
+        return self.later(parse, name)()
+
+    def later(self, parse: Callable[..., V], name: str) -> Callable[[], V]:
+        """Reads and checks a text now, and parses it when called."""
+        content = self.text(name)
+        return lambda: parse(content, path=str(self._folder / name))
 
     def arrays(self, name: str) -> dict[str, NDArray[np.generic]]:
         try:
@@ -361,6 +385,25 @@ def _corrupt(folder: Path, name: str, why: str) -> ProgramError:
 
 
 # ---- opened ----------------------------------------------------------------------
+@dataclass(slots=True)
+class Ran:
+    """What a program has run since it was opened. tokens, rows: sums of T and N, where its graph has them."""
+
+    steps: int = 0
+    tokens: int = 0
+    rows: int = 0
+
+
+class Mover(Protocol):
+    """Says where the splits stand (`runtime.follow.Follower`). Neither method raises or takes long."""
+
+    def at(self, variant: str) -> Mapping[str, int]:
+        """Called before each step: the positions of a variant's splits."""
+
+    def stepped(self, variant: str, executor: Executor) -> None:
+        """Called after each step."""
+
+
 class Program:
     """A plan opened on devices. `call` is the one entry; the language-model engine is a client of it.
 
@@ -394,7 +437,7 @@ class Program:
         self._known = {s.name for x in streams for s in x.symbols} | {
             s.name for x in streams for s in x.splits
         }
-        self._closed, self._held = False, ExitStack()
+        self._closed, self._held, self._onlookers = False, ExitStack(), ExitStack()
         if source is None:
             own = source = plan.source()
             self._held.callback(own.close)
@@ -404,6 +447,18 @@ class Program:
         self._executors: dict[str, Executor] = {}
         self._last: Executor | None = None
         self.trace: Trace | None = None
+        self.ran = Ran()
+        self.rests = {v.name: Rests(v.stream) for v in plan.variants}
+        self.mover: Mover | None = None
+
+    @property
+    def last(self) -> Executor | None:
+        """What ran the last step."""
+        return self._last
+
+    def when_closed(self, end: Callable[[], None]) -> None:
+        """Has `close` call `end` before it does anything else."""
+        self._onlookers.callback(end)
 
     def open(self) -> None:
         """Loads every variant now instead of at its first use."""
@@ -435,13 +490,21 @@ class Program:
             )
         arrays = as_arrays(self.plan.inputs, inputs)
         env = bind(self.plan.inputs, arrays, symbols or {})
-        executor = self._executor(self._variant(env.get("T", 0)))
+        variant = self._variant(env.get("T", 0))
+        if self.mover is not None:
+            env = {**self.mover.at(variant.name), **env}
+        executor = self._executor(variant)
         if self._last is not None and self._last is not executor:
             self._last.drain()
         self._last = executor
         outputs, record = executor.step(arrays, env, trace=self.trace is not None)
+        self.ran.steps += 1
+        self.ran.tokens += env.get("T", 0)
+        self.ran.rows += env.get("N", 0)
         if self.trace is not None:
             self.trace.steps.append(record)
+        if self.mover is not None:
+            self.mover.stepped(variant.name, executor)
         return outputs
 
     def _variant(self, tokens: int) -> Variant:
@@ -453,7 +516,11 @@ class Program:
     def _executor(self, variant: Variant) -> Executor:
         if variant.name not in self._executors:
             self._executors[variant.name] = Executor(
-                variant.stream, self.residents, self._host, poison=self._poison
+                variant.stream,
+                self.residents,
+                self._host,
+                poison=self._poison,
+                rests=self.rests[variant.name],
             )
         return self._executors[variant.name]
 
@@ -464,6 +531,7 @@ class Program:
 
     def close(self) -> None:
         """Ends lanes, closes devices, drops memory. Idempotent."""
+        self._onlookers.close()
         self._closed = True
         for executor in self._executors.values():
             executor.close()

@@ -9,6 +9,7 @@ handed (`flashrt.backend.Memory`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -19,64 +20,115 @@ from flashrt.ir.bounds import Bounds
 from flashrt.ir.types import Env, Weight, size
 from flashrt.layouts import packed_bytes
 
+Owner = Literal["weights", "cache", "activations", "staging"]
+
 
 def block_bytes(weight: Weight, lo: int, hi: int) -> int:
     """Bytes of rows [lo, hi) of a weight in its layout."""
     return packed_bytes(weight.layout, tuple(size(d, {}) for d in weight.type.shape), lo, hi)
 
 
+def _aligned(nbytes: int) -> int:
+    """Rounded up to whole cache lines."""
+    return -(-nbytes // 64) * 64
+
+
+Shared = tuple[Weight, str]  # a weight, and the pool of memory it lies in
+
+
+class Extent(NamedTuple):
+    """Rows [lo, hi) of a weight, and a device whose memory they are in."""
+
+    lo: int
+    hi: int
+    device: str
+
+
 class Residents:
     """Resident blocks and states on open devices; filled from a block source.
 
     pages: the value of symbol P in the types of states.
+    held: bytes reserved so far, by device and owner.
     """
 
     def __init__(self, devices: Mapping[str, OpenDevice], source: BlockSource, env: Env) -> None:
         self.devices, self.source, self.env = devices, source, env
-        self._blocks: dict[tuple[Weight, str, int, int], Place] = {}
+        self._kept: dict[Shared, list[tuple[Extent, Place]]] = {}
         self._states: dict[tuple[str, str], Place] = {}
+        self.held: dict[tuple[str, Owner], int] = {}
 
     def blocks(self, stream: micro.Stream) -> Iterator[tuple[micro.Block, Place]]:
         """The stream's resident blocks and their memory, loaded unless an earlier variant loaded them.
 
-        What the first variant of a device needs lies in one piece, at the plan's offsets: large pages
-        then cover it.
+        Devices of one pool have one copy of what they share. What the first variant needs of a pool lies in
+        one piece: large pages then cover it.
         """
         weights = {w.name: w for w in stream.weights}
         resident = [b for b in stream.blocks if b.home == "resident"]
-        whole = self._pieces(resident) if not self._blocks else {}
+        extents = self._extents(resident, weights)
+        if not self._kept:
+            self._load_in_one_piece(extents)
+        for (weight, pool), extent in extents.items():
+            if self._find(weight, pool, extent.lo, extent.hi) is None:
+                nbytes = block_bytes(weight, extent.lo, extent.hi)
+                self._load(weight, pool, extent, self.reserve(extent.device, nbytes, "weights"))
         for block in resident:
-            key = (weights[block.name], block.device, block.lo, block.hi)
-            if key not in self._blocks:
-                nbytes = block_bytes(weights[block.name], block.lo, block.hi)
-                if block.device in whole and block.offset is not None:
-                    place = Place(whole[block.device].buffer, block.offset, nbytes)
-                else:
-                    place = self.reserve(block.device, nbytes)
-                self.fill(block.device, weights[block.name], block.lo, block.hi, place)
-                self._blocks[key] = place
-            yield block, self._blocks[key]
+            place = self._find(weights[block.name], self._pool(block.device), block.lo, block.hi)
+            assert place is not None, block
+            yield block, place
 
-    def _pieces(self, blocks: Sequence[micro.Block]) -> dict[str, Place]:
-        """One piece of memory for each device whose blocks all have offsets."""
-        ends: dict[str, int] = {}
+    def _pool(self, device: str) -> str:
+        """What a device's memory is part of."""
+        return self.devices[device].spec.pool or device
+
+    def _extents(self, blocks: Sequence[micro.Block], weights: Mapping[str, Weight]) -> dict[Shared, Extent]:
+        """For each weight and pool: the rows that its devices keep, all together."""
+        found: dict[Shared, Extent] = {}
         for block in blocks:
-            if block.offset is not None:
-                ends[block.device] = max(ends.get(block.device, 0), block.offset + block.bytes)
-        return {device: self.reserve(device, end) for device, end in ends.items()}
+            key = (weights[block.name], self._pool(block.device))
+            lo, hi, device = found.get(key, Extent(block.lo, block.hi, block.device))
+            found[key] = Extent(min(lo, block.lo), max(hi, block.hi), device)
+        return found
+
+    def _load_in_one_piece(self, extents: Mapping[Shared, Extent]) -> None:
+        """All of them, side by side in one piece of memory for each pool."""
+        ends: dict[str, int] = {}
+        offsets: dict[Shared, int] = {}
+        for (weight, pool), extent in extents.items():
+            offsets[weight, pool] = ends.get(pool, 0)
+            ends[pool] = _aligned(offsets[weight, pool] + block_bytes(weight, extent.lo, extent.hi))
+        first = {pool: extent.device for (_, pool), extent in reversed(list(extents.items()))}
+        whole = {pool: self.reserve(first[pool], end, "weights").buffer for pool, end in ends.items()}
+        for (weight, pool), extent in extents.items():
+            nbytes = block_bytes(weight, extent.lo, extent.hi)
+            self._load(weight, pool, extent, Place(whole[pool], offsets[weight, pool], nbytes))
+
+    def _load(self, weight: Weight, pool: str, extent: Extent, place: Place) -> None:
+        self.fill(extent.device, weight, extent.lo, extent.hi, place)
+        self._kept.setdefault((weight, pool), []).append((extent, place))
+
+    def _find(self, weight: Weight, pool: str, lo: int, hi: int) -> Place | None:
+        """Where these rows lie in a pool."""
+        for extent, place in self._kept.get((weight, pool), ()):
+            if extent.lo <= lo and hi <= extent.hi:
+                before = block_bytes(weight, extent.lo, lo)
+                return Place(place.buffer, place.offset + before, block_bytes(weight, lo, hi))
+        return None
 
     def state(self, name: str, device: str, nbytes: int) -> Place:
         """The state's memory on a device, zero at first."""
         key = (name, device)
         if key not in self._states:
-            self._states[key] = self.reserve(device, nbytes)
+            self._states[key] = self.reserve(device, nbytes, "cache")
         assert self._states[key].bytes == nbytes, f"variants disagree on the size of {name}"
         return self._states[key]
 
-    def reserve(self, device: str, nbytes: int) -> Place:
+    def reserve(self, device: str, nbytes: int, owner: Owner = "activations") -> Place:
         """Fresh memory of a device. Raises DeviceError when there is none left."""
         try:
-            return Place(self.devices[device].reserve(max(nbytes, 1)), 0, nbytes)
+            place = Place(self.devices[device].reserve(max(nbytes, 1)), 0, nbytes)
+            self.held[device, owner] = self.held.get((device, owner), 0) + nbytes
+            return place
         except MemoryError:
             raise DeviceError(
                 f"{device} has no room for {nbytes / 1e9:.1f} GB more", hint="open it with fewer pages"
@@ -84,8 +136,9 @@ class Residents:
 
     def clear(self) -> None:
         """Drops all memory."""
-        self._blocks.clear()
+        self._kept.clear()
         self._states.clear()
+        self.held.clear()
 
     def fill(self, device: str, weight: Weight, lo: int, hi: int, place: Place) -> None:
         """Reads rows [lo, hi) of a weight from the source into a place."""
@@ -196,14 +249,14 @@ class StreamMemory:
         return self.residents.reserve(slot.device, nbytes)
 
     def _lay_out_rings(self) -> dict[int, Place]:
-        rings = {d: self.residents.reserve(d, nbytes).buffer for d, nbytes in self.stream.rings}
+        rings = {d: self.residents.reserve(d, nbytes, "staging").buffer for d, nbytes in self.stream.rings}
         out = {}
         for index, block in enumerate(self.stream.blocks):
             if block.home != "ring":
                 continue
             nbytes = block_bytes(self.weights[block.name], block.lo, block.hi)
             if block.offset is None:
-                out[index] = self.residents.reserve(block.device, nbytes)
+                out[index] = self.residents.reserve(block.device, nbytes, "staging")
             else:
                 out[index] = Place(rings[block.device], block.offset, nbytes)
         return out

@@ -24,6 +24,7 @@ from flashrt.ir import micro
 from flashrt.ir.order import loaded_at_start
 from flashrt.ir.types import DTYPES, product, size
 from flashrt.runtime.arena import Residents, StreamMemory, host_view
+from flashrt.runtime.idle import Rests
 from flashrt.runtime.step import Arrays, bounds_of, read_output, write_step
 from flashrt.runtime.trace import StepTrace
 
@@ -49,6 +50,7 @@ class Executor:
 
     host: the reference device that runs host rows. poison: fill freed and
     unwritten memory with NaN patterns, to show that nothing stale is read.
+    rests: which lanes rest, where it is known already.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Executor:
         host: OpenDevice,
         *,
         poison: bool = False,
+        rests: Rests | None = None,
     ) -> None:
         self.stream, self.devices, self.host, self.poison = stream, residents.devices, host, poison
         self.memory = StreamMemory(stream, residents)
@@ -71,9 +74,12 @@ class Executor:
         self._error: BaseException | None = None
         self._ready = False
         self.epoch = 0
+        self.took = 0  # nanoseconds of the last step
         self._lanes = [
-            _Lane(device, lane, self._units(indices)) for (device, lane), indices in lanes_of(stream).items()
+            _Lane(device, lane, self._units(indices), _signals(stream, indices))
+            for (device, lane), indices in lanes_of(stream).items()
         ]
+        self._rests, self._resting = rests or Rests(stream), frozenset[_Lane]()
         self._alone = len(self._lanes) == 1
         if not self._alone:
             self._start()
@@ -116,6 +122,7 @@ class Executor:
                 name: read_output(self.memory, slot, self._types[slot], self._env)
                 for name, slot in self._outputs.items()
             }
+        self.took = time.perf_counter_ns() - begun
         if not trace:
             return outputs, None
         self.drain()
@@ -125,11 +132,46 @@ class Executor:
         if self._alone:
             self._lanes[0].run(epoch)
             return
-        ends = [(lane.lane, lane.post(epoch)) for lane in self._lanes]
+        self._let_rest(epoch)
+        ends = [(lane.lane, lane.post(epoch)) for lane in self._lanes if lane not in self._resting]
         for lane, end in ends:
             if lane == COMPUTE:
                 end.wait()
         self._raise()
+
+    def _let_rest(self, epoch: int) -> None:
+        """Finds the lanes that have nothing to do in this step, and reaches their ticks for them."""
+        if not self.stream.splits:
+            return
+        idle = self._rests.at(self._env)
+        resting = frozenset(lane for lane in self._lanes if (lane.device, lane.lane) in idle)
+        for lane in resting - self._resting:
+            if lane.lane != COMPUTE:
+                lane.settle()  # it may be in the step before, and would take its ticks back
+        self._resting = resting
+        for lane in resting:
+            self.memory.ticks[lane.ticks] = epoch
+
+    @property
+    def env(self) -> Mapping[str, int]:
+        """Symbols and split variables of the last step."""
+        return self._env
+
+    def spent(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """(device, lane) → nanoseconds that it was busy and that it waited in its last step.
+
+        For an onlooker: asks nothing of the lanes, and may see part of the step that runs.
+        """
+        out = {}
+        for lane in self._lanes:
+            if lane in self._resting:
+                out[lane.device, lane.lane] = (0, 0)
+                continue
+            stamps = np.concatenate([unit.stamps() for unit in lane.units])
+            # a row that is being written may have its stamps out of order
+            waited, ran = np.maximum(np.diff(stamps, axis=1), 0).sum(axis=0).tolist()
+            out[lane.device, lane.lane] = (ran, waited)
+        return out
 
     def drain(self) -> None:
         """Waits until every lane is through; between variants and before memory is looked at."""
@@ -184,7 +226,7 @@ class Executor:
     def _trace(self, begun: int, ended: int) -> StepTrace:
         stamps = np.zeros((len(self.stream.instrs), 3), np.int64)
         for lane in self._lanes:
-            for unit in lane.units:
+            for unit in lane.units if lane not in self._resting else ():
                 stamps[list(unit.indices)] = unit.stamps()
         return StepTrace(self.stream.name, self.epoch, begun, ended, dict(self._env), stamps)
 
@@ -274,10 +316,10 @@ class Executor:
 
 
 class _Lane:
-    """One lane's units and, when there are several lanes, its thread."""
+    """One lane's units and, when there are several lanes, its thread. ticks: those that it signals."""
 
-    def __init__(self, device: str, lane: str, units: list[Unit]) -> None:
-        self.device, self.lane, self.units = device, lane, units
+    def __init__(self, device: str, lane: str, units: list[Unit], ticks: I64) -> None:
+        self.device, self.lane, self.units, self.ticks = device, lane, units, ticks
         self._posted: queue.SimpleQueue[tuple[int, threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -318,6 +360,12 @@ class _Lane:
             self._posted.put(None)
             self._thread.join()
             self._thread = None
+
+
+def _signals(stream: micro.Stream, indices: Sequence[int]) -> I64:
+    """The ticks that instructions signal."""
+    found = [stream.instrs[i].signals for i in indices]
+    return np.array([tick for tick in found if tick is not None], np.int64)
 
 
 def lanes_of(stream: micro.Stream) -> dict[tuple[str, str], list[int]]:

@@ -51,7 +51,7 @@ def compiled(kind: str, room: str, off: tuple[str, ...]) -> pipeline.Planned:
 
 def ran(kind: str, plan: pipeline.Planned) -> Generated:
     """Prefill of three sequences, one of them in chunks, then decode."""
-    variant = Variant("all", 1, 64, plan.physical, plan.stream)
+    variant = Variant.of("all", 1, 64, plan.physical, plan.stream)
     whole = Plan("tiny", "", "", {}, GRAPH, (variant,), machine(kind), tiny_import().weights)
     with engine.open_plan(whole, pages=PAGES, threads=2, poison=True, source=tiny_source(GRAPH)) as program:
         generator = Generator(

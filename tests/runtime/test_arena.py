@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import chain, combinations, pairwise
 
 import numpy as np
@@ -128,13 +129,36 @@ def test_variants_share_what_outlives_a_step(
     first, second = (StreamMemory(planned(name, d, room), shared) for d in (disabled, other))
     keeping = [{(b.name, b.device) for b in m.stream.blocks if b.home == "resident"} for m in (first, second)]
     for block, on in keeping[0] & keeping[1]:
-        assert first.block(block, on) is second.block(block, on)
+        one, two = first.block(block, on), second.block(block, on)
+        assert one is not None and two is not None
+        assert one.buffer is two.buffer and (one.offset, one.bytes) == (two.offset, two.bytes)
     assert source.reads == Counter(block for block, _ in keeping[0] | keeping[1])
     for state in first.stream.states:
         assert first.state(state.name, HOME[name]) is second.state(state.name, HOME[name])
         assert not host_view(first.state(state.name, HOME[name])).any()
     ours, theirs = ({m.slot(s).buffer.ctypes.data for s in _roots(m)} for m in (first, second))
     assert ours.isdisjoint(theirs)
+
+
+def test_devices_of_one_pool_have_one_copy_of_their_weights() -> None:
+    """Both shards' rows overlap, so that the split may move; nothing of that takes memory twice."""
+    stream = planned("two devices", frozenset(), 10**9)
+    both = {b.name for b in stream.blocks if b.device == "cpu:0"} & {
+        b.name for b in stream.blocks if b.device == "gpu:0"
+    }
+    assert both
+    held = {}
+    for pool in ("", "host"):
+        source, backend = CountingSource(), ReferenceBackend()
+        devices = {id: backend.open(replace(device(id), pool=pool)) for id in ("cpu:0", "gpu:0")}
+        shared = Residents(devices, source, {"P": PAGES})
+        memory = StreamMemory(stream, shared)
+        held[pool] = sum(n for (_, owner), n in shared.held.items() if owner == "weights")
+        for block in stream.blocks:
+            place = memory.block(block.name, block.device)
+            assert place is not None and (host_view(place) == source.value(block.name)).all()
+        assert all(source.reads[name] == (1 if pool else 2) for name in both)
+    assert held["host"] < held[""]
 
 
 def _ring(stream: micro.Stream) -> list[micro.Block]:

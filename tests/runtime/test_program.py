@@ -202,7 +202,7 @@ def test_closed_twice_and_never_again(plan: Plan) -> None:
     """Weights and cache are freed although the program is still there."""
     opened = engine.open_plan(plan, pages=2)
     opened.call(step(), {"C": 3})
-    place = next(iter(opened.residents._blocks.values()))
+    place = next(iter(opened.residents._kept.values()))[0][1]
     held = weakref.ref(place.buffer)
     del place
     opened.close()

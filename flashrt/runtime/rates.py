@@ -1,0 +1,67 @@
+"""How fast an open device multiplies: one product of its own kernels, again and again.
+
+What comes out is what a plan can have of the device, packing and rounding of activations included.
+"""
+
+from __future__ import annotations
+
+import time
+
+from flashrt.backend import U8, Compute, OpenDevice
+from flashrt.ir.ops import LINEAR_BF16, LINEAR_I8
+from flashrt.ir.text import read_micro
+from flashrt.ir.types import Weight
+from flashrt.layouts import LAYOUTS
+from flashrt.runtime.arena import Residents, StreamMemory
+
+LAYOUT = "q8.16x32"
+TOKENS, WIDTH = 256, 1024  # the product is [TOKENS, WIDTH] x [WIDTH, WIDTH]
+# dtype of activations → (numerics, how `quantize` rounds to it, type of what is rounded)
+ROUNDED = {
+    "i8": (LINEAR_I8, "i8/32", f"u8[T,{WIDTH + 4 * WIDTH // 32}]"),
+    "bf16": (LINEAR_BF16, "bf16", f"bf16[32*ceildiv(T,32),{WIDTH}]"),
+}
+
+
+def kernel_of(dtype: str) -> tuple[str, str]:
+    """(kernel, numerics) that a device must have for its rate in `dtype` to be measured."""
+    return f"linear.{LAYOUT}", ROUNDED[dtype][0]
+
+
+def matrix_rate(device: OpenDevice, dtype: str, seconds: float) -> float:
+    """Flop per second of products with activations in `dtype`, a key of ROUNDED, in about that time.
+
+    Raises DeviceError when the device fails.
+    """
+    numerics, scheme, rounded = ROUNDED[dtype]
+    kernel, id = f"linear.{LAYOUT}", device.spec.id
+    nbytes = LAYOUTS[LAYOUT].bytes(WIDTH, WIDTH)
+    stream = read_micro(
+        f"""micro rate
+symbol T lo={TOKENS} hi={TOKENS} hint={TOKENS}
+weight w f32[{WIDTH},{WIDTH}] sources=[w] layout={LAYOUT}
+slot %0 {id} f32[T,{WIDTH}]
+slot %1 {id} {rounded}
+slot %2 {id} f32[T,{WIDTH}]
+block w {id} lo=0 hi={WIDTH} bytes={nbytes} home=resident
+quantize device={id} lane=compute src=%0 dst=%1 scheme="{scheme}"
+dispatch device={id} lane=compute kernel={kernel} args=[%1,@w] dst=%2 numerics="{numerics}"
+"""
+    )
+    residents = Residents({id: device}, _Zeros(), {"T": TOKENS})
+    memory = StreamMemory(stream, residents)
+    instrs: list[Compute] = [i for i in stream.instrs if isinstance(i, Compute)]
+    code = device.load(instrs, memory)
+    device.run(code, 1)
+    begin, runs = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - begin) < seconds or not runs:
+        runs += 1
+        device.run(code, runs + 1)
+    return 2.0 * TOKENS * WIDTH * WIDTH * runs / elapsed
+
+
+class _Zeros:
+    """Weights that are all zero: a product takes as long with them as with any others."""
+
+    def read(self, weight: Weight, lo: int, hi: int, out: U8) -> None:
+        out[:] = 0
