@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks.measure import interleaved, peers, report
+from benchmarks.measure import agreement, interleaved, peers, report
 from flashrt.frontend.models import find
 
-ENGINES = ("flashrt", "flashrt-exact", "llama.cpp", "llama.cpp-q4_0")
+ENGINES = ("flashrt", "flashrt-exact", "llama.cpp", "llama.cpp-q4_0", "openvino", "transformers")
 
 
 def main() -> None:
@@ -21,13 +21,15 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--engines", nargs="+", default=ENGINES)
     given = parser.parse_args()
-    asked = peers(given.engines, find("smollm2").place, given.threads)
+    model = find("smollm2").place
+    asked = peers(given.engines, model, given.threads)
     case = f"{given.sequences} sequences"
     request = {"task": "batch", "sequences": given.sequences, "context": 16, "tokens": 32}
     results = {case: interleaved(asked, given.repeats, **request)}
     settings = f"SmolLM2-135M-Instruct Q4_1, {given.threads} threads, context 16, 32 tokens each, warm"
     print(report("tokens per second in total", settings, results, given.engines[0]))
     print("versions  " + "; ".join(p.version for p in asked))
+    print(agreement(asked, model, given.threads, piece=1, pieces=given.sequences))
     for peer in asked:
         peer.close()
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.measure import interleaved, peers, plot, read_rate, report
+from benchmarks.measure import agreement, interleaved, peers, plot, report
+from benchmarks.peers import plan_options
+from flashrt.engine import obtain
 from flashrt.frontend.models import find
+from flashrt.profiler.bench import read_rate, token_bytes
 
-ENGINES = ("flashrt", "flashrt-exact", "llama.cpp", "llama.cpp-q4_0", "openvino")
-TOKEN_BYTES = 96_400_000  # weights of SmolLM2-135M Q4_1 that one token reads: 66.4 MB layers + 30.1 MB head
+ENGINES = ("flashrt", "flashrt-exact", "llama.cpp", "llama.cpp-q4_0", "openvino", "transformers")
 
 
 def main() -> None:
@@ -24,7 +26,8 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=ENGINES)
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
-    asked = peers(given.engines, find("smollm2").place, given.threads)
+    model = find("smollm2").place
+    asked = peers(given.engines, model, given.threads)
     results = {
         f"context {c}": interleaved(asked, given.repeats, task="decode", context=c, tokens=given.tokens)
         for c in (16, 512)
@@ -32,10 +35,12 @@ def main() -> None:
     settings = f"SmolLM2-135M-Instruct Q4_1, {given.threads} threads, {given.tokens} tokens, greedy, warm"
     print(report("tokens per second of one sequence", settings, results, given.engines[0]))
     print("versions  " + "; ".join(p.version for p in asked))
-    limit = read_rate(TOKEN_BYTES, given.threads)
+    print(agreement(asked, model, given.threads, piece=1, pieces=1))
+    nbytes = token_bytes(obtain(model, plan_options("fast")).plan)
+    limit = read_rate(nbytes, given.threads)
     for case, rows in results.items():
-        share = rows[0].median * TOKEN_BYTES / limit
-        print(f"limit     {case}: {share:.2f} of {limit / 1e9:.1f} GB/s read from a set of the same size")
+        share = rows[0].median * nbytes / limit
+        print(f"limit     {case}: {share:.2f} of {limit / 1e9:.1f} GB/s, read from {nbytes / 1e6:.1f} MB")
     for peer in asked:
         peer.close()
     if given.plot:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.measure import interleaved, peers, plot, report
+from benchmarks.measure import agreement, interleaved, peers, plot, report
 from flashrt.frontend.models import find
 
-ENGINES = ("flashrt", "flashrt-int8", "flashrt-exact", "llama.cpp", "llama.cpp-q4_0", "openvino")
+ENGINES = (
+    "flashrt", "flashrt-int8", "flashrt-exact", "llama.cpp", "llama.cpp-q4_0", "openvino", "transformers",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -22,11 +24,13 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=ENGINES)
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
-    asked = peers(given.engines, find("smollm2").place, given.threads)
+    model = find("smollm2").place
+    asked = peers(given.engines, model, given.threads)
     results = {"512 tokens": interleaved(asked, given.repeats, task="prefill", tokens=512)}
     settings = f"SmolLM2-135M-Instruct Q4_1, {given.threads} threads, 512 prompt tokens, warm"
     print(report("prompt tokens per second", settings, results, given.engines[0]))
     print("versions  " + "; ".join(p.version for p in asked))
+    print(agreement(asked, model, given.threads, piece=2, pieces=16))
     for peer in asked:
         peer.close()
     if given.plot:

@@ -67,6 +67,31 @@ def peers(names: Sequence[str], model: str, threads: int) -> list[Peer]:
     return found
 
 
+def agreement(asked: Sequence[Peer], model: str, threads: int, *, piece: int, pieces: int) -> str:
+    """How often each side's likeliest next token is that of flashrt-exact: a line of the report.
+
+    The text is given, 64 tokens of it are predicted: one after each `piece`, `pieces` of them in a step.
+    """
+    reference = next((p for p in asked if p.name == "flashrt-exact"), None)
+    started = reference or Peer("flashrt-exact", model, threads)
+    ids = started.ask(task="text", tokens=64 * piece)
+    request = {"task": "likeliest", "ids": ids, "piece": piece, "pieces": pieces}
+    want = started.ask(**request)
+    assert len(want) == 64, f"the text is too short: {len(ids)} tokens"
+    if started is not reference:
+        started.close()
+    found = []
+    for peer in asked:
+        if peer is not reference:
+            try:
+                same = sum(a == b for a, b in zip(peer.ask(**request), want, strict=True))
+                found.append(f"{peer.name} {same}")
+            except (RuntimeError, OSError):  # it has ended
+                found.append(f"{peer.name} can't say")
+    told = ", ".join(found) or "only itself was asked"
+    return f"agree     with flashrt-exact, of {len(want)} likeliest next tokens: {told}"
+
+
 def interleaved(asked: Sequence[Peer], repeats: int, **request: Any) -> list[Result]:
     """A B A B …: one warm-up each, then `repeats` rounds.
 
@@ -89,6 +114,8 @@ def interleaved(asked: Sequence[Peer], repeats: int, **request: Any) -> list[Res
                     rates[peer.name].append(rate)
                 else:
                     dropped[peer.name] = dropped.get(peer.name, 0) + 1
+    for name in (name for name, measured in rates.items() if not measured):
+        print(f"left out  {name}: others used the machine before each run", file=sys.stderr)
     return [Result(n, tuple(r), dropped.get(n, 0)) for n, r in rates.items() if r]
 
 
@@ -144,18 +171,3 @@ def plot(path: Path, title: str, results: Mapping[str, list[Result]]) -> None:
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-
-
-def read_rate(nbytes: int, threads: int, seconds: float = 1.0) -> float:
-    """Bytes per second read from a working set of `nbytes`, all threads together."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    data = np.ones(nbytes // 8, np.int64)
-    parts = np.array_split(data, threads)
-    best, end = 0.0, time.perf_counter() + seconds
-    with ThreadPoolExecutor(threads) as pool:
-        while time.perf_counter() < end:
-            begun = time.perf_counter()
-            list(pool.map(np.max, parts))
-            best = max(best, data.nbytes / (time.perf_counter() - begun))
-    return best

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashrt.cli.options import (
+    Budgets,
     Chosen,
     Context,
     Devices,
@@ -19,6 +20,7 @@ from flashrt.cli.options import (
     Json,
     Model,
     Numerics,
+    Placed,
     Tokens,
     Without,
     obtain,
@@ -60,6 +62,8 @@ def compile_(
     without: Without = None,
     numerics: Numerics = None,
     device: Devices = None,
+    budget: Budgets = None,
+    place: Placed = None,
     fresh: Fresh = False,
     debug_graph: Annotated[Level | None, typer.Option(help="print this level instead of the summary")] = None,
     form: Annotated[Form | None, typer.Option("--format", help="of the dump (default: text)")] = None,
@@ -84,7 +88,7 @@ def compile_(
     begun = time.perf_counter()
     stages: list[Stage] = []
     source = models.find(model)
-    chosen = Chosen(context, tokens, without, numerics, device)
+    chosen = Chosen(context, tokens, without, numerics, device, budget, place)
     if source.kind == "plan" and output is not None:
         chosen.refuse_for_plan(model)
         compiled = engine.Compiled(engine.seal(Path(source.place)), cached=False)
@@ -156,10 +160,13 @@ def _dump(graph: Any, form: Form, node: str, kernel: str) -> None:
 # ---- summary -----------------------------------------------------------------------
 def estimate(variant: Variant) -> float:
     """Microseconds that the plan predicts for a step of the typical size."""
+    from flashrt.ir.clock import simulate
     from flashrt.ir.show import typical
     from flashrt.ir.types import evaluate
 
     env = typical(variant.stream)
+    if len({i.device for i in variant.stream.instrs}) > 1:
+        return simulate(variant.stream, env).step_time  # they work at the same time
     return float(sum(evaluate(i.est, env) for i in variant.stream.instrs))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashrt.cli.compile import estimate
 from flashrt.cli.options import (
+    Budgets,
     Chosen,
     Context,
     Devices,
@@ -16,6 +17,7 @@ from flashrt.cli.options import (
     Json,
     Model,
     Numerics,
+    Placed,
     Tokens,
     Without,
     obtain,
@@ -36,11 +38,13 @@ def explain(
     without: Without = None,
     numerics: Numerics = None,
     device: Devices = None,
+    budget: Budgets = None,
+    place: Placed = None,
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
     """Shows the plan with the cost and the cause of every placement; loads no weights."""
-    compiled = obtain(model, Chosen(context, tokens, without, numerics, device), fresh=fresh)
+    compiled = obtain(model, Chosen(context, tokens, without, numerics, device, budget, place), fresh=fresh)
     facts = explanation(compiled.plan)
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
@@ -77,7 +81,7 @@ def _variant(variant: Variant) -> dict[str, Any]:
         "nodes_us": sum(n["estimate_us"] for n in nodes),
         "budgets": [
             {"device": b.device, "limit": b.limit, "weights": b.weights, "state": b.state,
-             "activations": b.activations}
+             "activations": b.activations, "shared": b.shared}
             for b in graph.budgets
         ],
         "host_rows": [n["name"] for n in nodes if n["host"]],
@@ -155,6 +159,7 @@ def _print_sums(variant: dict[str, Any]) -> None:
         show(
             f"{budget['device']}: weights {size(budget['weights'])}, state {size(budget['state'])}, "
             f"activations {size(budget['activations'])} of {size(budget['limit'])}"
+            + (f"; {size(budget['shared'])} of weights shared" if budget["shared"] else "")
         )
     if rows := variant["host_rows"]:
         more = " …" if len(rows) > SHOWN else ""

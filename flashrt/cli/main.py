@@ -1,4 +1,4 @@
-"""`flashrt`: compile, run, explain, devices."""
+"""`flashrt`: compile, run, bench, explain, devices."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from flashrt import __version__
+from flashrt.cli.bench import bench
 from flashrt.cli.compile import compile_
 from flashrt.cli.devices import devices
 from flashrt.cli.explain import explain
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command("compile")(compile_)
 app.command("run")(run_)
+app.command("bench")(bench)
 app.command("explain")(explain)
 app.command("devices")(devices)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -60,13 +61,39 @@ Devices = Annotated[
     list[str] | None,
     typer.Option(
         "--device",
-        metavar="ID",
-        help="where to run (repeatable): cpu:0; reference:0 is slow and defines the meaning; "
-        "null:0 only pretends (default: cpu:0)",
+        "--devices",
+        metavar="ID[,ID…]",
+        help="where to run (repeatable): cpu:0 is the whole processor, cpu:0-3 its cores 0 to 3, cpu:4-4 one "
+        "core; reference:0 is slow and defines the meaning; null:0 only pretends (default: cpu:0)",
+    ),
+]
+Budgets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--budget",
+        metavar="ID=SIZE[,…]",
+        help="the most memory a plan may use on a device, such as cpu:0=6GiB (repeatable; default: nine "
+        "tenths of what there is, divided between core groups)",
+    ),
+]
+Placed = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--place",
+        metavar="PATTERN=ID",
+        help="put what the pattern names on a device (repeatable): 'layers.*.mlp=cpu:0'; patterns fit names "
+        "of operations, modules and weights",
     ),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="compile even if the cache has the plan")]
 Threads = Annotated[int | None, typer.Option(min=1, help="threads of the CPU team (default: one a core)")]
+Live = Annotated[
+    bool | None,
+    typer.Option(
+        "--live/--no-live",
+        help="whether the split between several devices follows the machine's load (default: it does)",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -79,6 +106,8 @@ class Chosen:
     without: list[str] | None
     numerics: Mode | None
     device: list[str] | None
+    budget: list[str] | None = None
+    place: list[str] | None = None
 
     def options(self) -> CompileOptions:
         """The same for the compiler. Raises PlanError for a pass that can't be left out."""
@@ -91,8 +120,9 @@ class Chosen:
             check_names(names)
         mode = (self.numerics or Mode.exact).value
         return CompileOptions(
-            context=self.context, tokens=self.tokens or TOKENS, without=names, numerics=mode
-        )
+            context=self.context, tokens=self.tokens or TOKENS, without=names, numerics=mode,
+            pins=pins_of(self.place),
+        )  # fmt: skip
 
     def refuse_for_plan(self, model: str, fresh: bool = False) -> None:
         """Raises RequestError for choices that a plan has made already."""
@@ -102,6 +132,41 @@ class Chosen:
                 f"{model} is a plan: {', '.join(names)} can't change it any more",
                 hint="compile the model itself again with that option",
             )
+
+
+def device_ids(given: list[str] | None) -> tuple[str, ...]:
+    """The ids of --device, which may be given several times and hold several, in order."""
+    return tuple(id.strip() for text in given or ("cpu:0",) for id in text.split(","))
+
+
+def pins_of(given: list[str] | None) -> tuple[str, ...]:
+    """The pins of --place, in order. Raises PlanError for what isn't PATTERN=DEVICE."""
+    if not given:
+        return ()
+    from flashrt.passes.pins import read_pin
+
+    return tuple(str(read_pin(text.strip())) for text in given)
+
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+def budgets_of(given: list[str] | None) -> dict[str, int]:
+    """Bytes by device of --budget. Raises RequestError for what isn't ID=SIZE, and for two of one device."""
+    budgets: dict[str, int] = {}
+    for text in (part for several in given or () for part in several.split(",")):
+        id, _, size = text.strip().rpartition("=")
+        found = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)", size.strip())
+        if not id or found is None or found[2].upper() not in UNITS:
+            raise RequestError(
+                f"--budget {text!r} isn't DEVICE=SIZE",
+                hint="for instance cpu:0=6GiB, gpu:0=8GB or cpu:0-3=500MB",
+            )
+        if id in budgets:
+            raise RequestError(f"--budget gives {id} two budgets", hint="give it one")
+        budgets[id] = int(float(found[1]) * UNITS[found[2].upper()])
+    return budgets
 
 
 def obtain(
@@ -120,19 +185,23 @@ def obtain(
             say(f"{stage.variant} {stage.name}")
             on_stage(stage)
 
-        devices = chosen.device or ("cpu:0",)
-        return engine.obtain(model, options, devices=devices, on_stage=passed, fresh=fresh)
+        devices, budgets = device_ids(chosen.device), budgets_of(chosen.budget)
+        return engine.obtain(model, options, devices=devices, budgets=budgets, on_stage=passed, fresh=fresh)
 
 
-def open_model(model: str, compiled: Compiled, threads: int | None) -> LLM:
-    """The model with weights loaded and kernels ready."""
+def open_model(
+    model: str, compiled: Compiled, threads: int | None, sequences: int = 1, live: bool | None = None
+) -> LLM:
+    """The model with weights loaded and kernels ready; sequences, live: as for `LLM`."""
     from flashrt import engine
 
     with progress("loading") as say:
         llm = engine.LLM(
             model,
             plan=compiled.plan,
+            sequences=sequences,
             threads=threads,
+            live=live,
             on_progress=lambda kernel, done, of: say(f"kernel {done} of {of}, {kernel}"),
         )
         try:

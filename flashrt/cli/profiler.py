@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashrt.cli.options import (
+    Budgets,
     Chosen,
     Context,
     Devices,
     Fresh,
     Model,
     Numerics,
+    Placed,
     Threads,
     Tokens,
     Without,
@@ -79,6 +81,8 @@ def profile(
     without: Without = None,
     numerics: Numerics = None,
     device: Devices = None,
+    budget: Budgets = None,
+    place: Placed = None,
     fresh: Fresh = False,
 ) -> None:
     """Runs a prompt and reports the time of each instruction, kernel or layer.
@@ -94,7 +98,7 @@ def profile(
     if prefill and decode:
         raise RequestError("--prefill and --decode exclude each other", hint="leave both out for all steps")
     phase: Phase = "prefill" if prefill else "decode" if decode else "all"
-    compiled = obtain(model, Chosen(context, tokens, without, numerics, device), fresh=fresh)
+    compiled = obtain(model, Chosen(context, tokens, without, numerics, device, budget, place), fresh=fresh)
     with open_model(model, compiled, threads) as llm, progress("running"):
         steps = report.of_phase(_recorded(llm, prompt, max_tokens, raw=raw), phase)
         streams = {v.name: v.stream for v in llm.plan.variants}

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashrt.cli.options import (
+    Budgets,
     Chosen,
     Context,
     Devices,
     Fresh,
     Json,
+    Live,
     Model,
     Numerics,
+    Placed,
     Threads,
     Tokens,
     Without,
@@ -58,6 +61,9 @@ def run_(
     without: Without = None,
     numerics: Numerics = None,
     device: Devices = None,
+    budget: Budgets = None,
+    place: Placed = None,
+    live: Live = None,
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
@@ -72,9 +78,9 @@ def run_(
         max_tokens=max_tokens, stop=tuple(stop or ()), seed=seed, ignore_eos=ignore_eos,
     )  # fmt: skip
     _check_choices(source, prompt, interactive, raw, system, as_json)
-    compiled = obtain(model, Chosen(context, tokens, without, numerics, device), fresh=fresh)
+    compiled = obtain(model, Chosen(context, tokens, without, numerics, device, budget, place), fresh=fresh)
     text = _stdin() if source else prompt
-    with open_model(model, compiled, threads) as llm:
+    with open_model(model, compiled, threads, live=live) as llm:
         if interactive:
             _converse(llm, system, sampling)
             return

@@ -9,7 +9,9 @@ from typing import Any
 
 from typer.testing import CliRunner
 
+from flashrt.cli.diagnose import app as diagnoser
 from flashrt.cli.main import app
+from flashrt.cli.monitor import app as watcher
 from flashrt.cli.profiler import app as profiler
 
 ON_REFERENCE = ("--device", "reference:0")
@@ -23,6 +25,16 @@ def call(*args: str | Path, stdin: str | bytes = "") -> Any:
 def profile(*args: str | Path) -> Any:
     """`flash-profiler args`."""
     return _called(profiler, args, "")
+
+
+def diagnose(*args: str | Path) -> Any:
+    """`flash-diagnose args`."""
+    return _called(diagnoser, args, "")
+
+
+def monitor(*args: str | Path) -> Any:
+    """`flash-monitor args`."""
+    return _called(watcher, args, "")
 
 
 def _called(app: Any, args: tuple[str | Path, ...], stdin: str | bytes) -> Any:

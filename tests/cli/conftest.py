@@ -38,6 +38,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     """An empty cache."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("FLASHRT_CACHE", str(folder))
+    monkeypatch.setenv("FLASHRT_RUNTIME", str(folder / "runtime"))
     monkeypatch.setenv("COLUMNS", "100")
     for name in ("NO_COLOR", "FORCE_COLOR", "FLASHRT_THREADS", "FLASHRT_POISON"):
         monkeypatch.delenv(name, raising=False)
