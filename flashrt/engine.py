@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from flashrt import knobs, program
 from flashrt.backend import Backend, BlockSource, OpenDevice
@@ -25,9 +27,18 @@ from flashrt.llm.chat import Chat
 from flashrt.llm.generate import Completion, Generator
 from flashrt.llm.kv import pages_for
 from flashrt.llm.request import Request, Sampling
-from flashrt.machine import Device, Machine
-from flashrt.probes import snapshot
+from flashrt.machine import Device, Machine, Measured
+from flashrt.probes import groups, links, measuring, snapshot
+from flashrt.probes.memory import Memory
+from flashrt.probes.sampler import Sampler
 from flashrt.program import Plan, Program, Variant
+from flashrt.runtime.follow import Follower
+from flashrt.runtime.pooled import copies_as_rows
+from flashrt.status.publisher import publish
+from flashrt.status.record import Replanning
+
+if TYPE_CHECKING:
+    from flashrt.probes.survey import Survey
 
 Message = Mapping[str, str]
 Progress = Callable[[str, int, int], None]
@@ -49,18 +60,30 @@ def _backend(kind: str) -> Backend:
             from flashrt.backends.null import NullBackend
 
             return NullBackend()
-    raise PlanError(f"no backend for devices of kind {kind!r}", hint="known: cpu, reference, null")
+        case "npu":
+            from flashrt.backends.npu import NpuBackend
+
+            return NpuBackend()
+    raise PlanError(f"no backend for devices of kind {kind!r}", hint="known: cpu, reference, null, npu")
 
 
-def machine_picture(devices: Sequence[str] = ("cpu:0",)) -> Machine:
+def machine_picture(
+    devices: Sequence[str] = ("cpu:0",), budgets: Mapping[str, int] = MappingProxyType({})
+) -> Machine:
     """The machine as probed now, with the kernels of each device's backend.
 
-    devices: ids; "cpu:0" is the host, "reference:0" and "null:0" pretend to be it.
+    devices: ids; "cpu:0" is the host, "cpu:0-3" a group of its cores, "reference:0" and "null:0"
+    pretend to be it. budgets: bytes that a plan may use, by device id.
+    Raises PlanError for devices or budgets that can't be had.
     """
     host = snapshot.snapshot()
     chosen = tuple(_host_as(host, id) for id in devices)
-    kernels = {kind: _backend(kind).kernels() for kind in {d.kind for d in chosen}}
-    return replace(host, devices=chosen).with_kernels(kernels)
+    groups.check(chosen)
+    chosen = groups.limited(chosen, budgets)
+    # a device that knows its kernels has others than its kind (an NPU's depend on its provider)
+    kernels = {kind: _backend(kind).kernels() for kind in {d.kind for d in chosen if not d.kernels}}
+    ways = links.between(chosen, snapshot.remembered())
+    return replace(host, devices=chosen, links=ways).with_kernels(kernels)
 
 
 def _host_as(host: Machine, id: str) -> Device:
@@ -68,25 +91,109 @@ def _host_as(host: Machine, id: str) -> Device:
     base = host.devices[0]
     if id == base.id:
         return base
+    if groups.processors(id):
+        return snapshot.core_group(host, id)
+    if kind == "npu":
+        from flashrt.backends.npu import device_spec
+
+        return device_spec(id, base)
     if kind in ("reference", "null") and id.partition(":")[2].isdecimal():
         return replace(base, id=id, kind=kind, name=f"{kind} on {base.name}")
-    raise PlanError(f"no device {id!r} here", hint=f"known: {base.id}, reference:N, null:N")
+    raise PlanError(
+        f"no device {id!r} here",
+        hint=f"known: {base.id}, cpu:FIRST-LAST (cores), reference:N, null:N, npu:NAME",
+    )
 
 
+def survey(devices: Sequence[str] = ("cpu:0",), budgets: Mapping[str, int] = MappingProxyType({})) -> Survey:
+    """Everything that can be told of this machine: these devices, GPUs, NPU providers, disks, limits."""
+    from flashrt.probes.survey import survey  # only here: it loads onnxruntime
+
+    return survey(machine_picture(devices, budgets))
+
+
+def sampler(pid: int | None = None) -> Sampler:
+    """A sampler of this machine, not yet started: loads, free memory and delivered rates as they change.
+
+    pid: the process whose load counts as own; None for this one.
+    """
+    return Sampler(pid=pid)
+
+
+def memory_probe() -> Memory:
+    """Tells where the memory of this machine and of a process is."""
+    return Memory()
+
+
+# ---- measuring ---------------------------------------------------------------------
 def measure(seconds: float = 0.5) -> Machine:
     """Measures the host's rates, remembers them, and gives the picture with them."""
     snapshot.remember(snapshot.measure(seconds))
     return machine_picture()
 
 
+def measure_devices(
+    devices: Sequence[str] = ("cpu:0",),
+    *,
+    seconds: float = 0.5,
+    on_step: Callable[[str], None] = lambda what: None,
+) -> tuple[str, ...]:
+    """Measures these devices of the host, the links between them and the disk, and remembers the figures.
+
+    seconds: for each figure, about. on_step: told what is measured next.
+    Gives remarks: what couldn't be measured, and what had company.
+    Raises PlanError as `machine_picture` does.
+    """
+    return measuring.measure(
+        machine_picture(devices),
+        measure_host,
+        folder=knobs.cache_folder(),
+        seconds=seconds,
+        on_step=on_step,
+    )
+
+
+def measure_host(seconds: float = 0.5) -> dict[str, Measured]:
+    """Read bandwidth and matrix rates of all the cores this process may use, as "cpu:0/…".
+
+    f32 is numpy's product, the other types are this library's own kernels.
+    """
+    from flashrt.runtime import rates
+
+    measured = snapshot.measure(seconds)
+    spec, backend = snapshot.snapshot(measured=measured).devices[0], _backend("cpu")
+    wanted = [dtype for dtype in rates.ROUNDED if rates.kernel_of(dtype) in backend.kernels()]
+    with closing(backend.open(spec)) as device:
+        for dtype in wanted:
+            rate = rates.matrix_rate(device, dtype, seconds)
+            measured[f"{spec.id}/{dtype}"] = Measured(rate, "measured")
+    return measured
+
+
 def with_measured_rates(machine: Machine) -> Machine:
-    """The machine of a plan with the host's rates as they were measured last, or now if they never were."""
+    """The machine of a plan with rates as they were measured last; the host's now if they never were."""
     if snapshot.recall() is None:
         measure()
-    host = snapshot.snapshot().devices[0]
-    return replace(
-        machine, devices=tuple(replace(d, read=host.read, rates=host.rates) for d in machine.devices)
-    )
+    return with_known_rates(machine)
+
+
+def with_known_rates(machine: Machine) -> Machine:
+    """The machine of a plan with rates and free memory as they are known here now; measures nothing.
+
+    A machine without devices becomes the host.
+    """
+    host = snapshot.snapshot()
+
+    def measured(device: Device) -> Device:
+        if device.kind not in ("cpu", "reference", "null"):
+            return device
+        try:
+            here = snapshot.core_group(host, device.id) if device.cpus else host.devices[0]
+        except PlanError:  # cores that this process may not use: what the plan has is all there is
+            return device
+        return replace(device, read=here.read, rates=here.rates, free=here.free)
+
+    return replace(machine, devices=tuple(map(measured, machine.devices or host.devices)))
 
 
 def open_plan(
@@ -107,6 +214,9 @@ def open_plan(
     on_progress: (kernel, done, of), called while kernels are made ready.
     """
     threads = threads or knobs.THREADS.get()
+    plan = replace(
+        plan, variants=tuple(replace(v, stream=copies_as_rows(v.stream, plan.machine)) for v in plan.variants)
+    )
     opened: dict[str, OpenDevice] = {}
     with ExitStack() as failed:
         for id in sorted({i.device for v in plan.variants for i in v.stream.instrs}):
@@ -154,17 +264,19 @@ def obtain(
     options: CompileOptions = CompileOptions(),  # noqa: B008 (frozen)
     *,
     devices: Sequence[str] = ("cpu:0",),
+    budgets: Mapping[str, int] = MappingProxyType({}),
     on_stage: Callable[[Stage], None] | None = None,
     fresh: bool = False,
 ) -> Compiled:
     """The plan for a model: from a plan folder, from the cache, or compiled now.
 
+    devices, budgets: as for `machine_picture`.
     fresh: compile even if the cache has it. Raises FlashrtError's kinds as `compile` does.
     """
     source = models.find(model)
     if source.kind == "plan":
         return Compiled(program.load(Path(source.place)), cached=True)
-    machine = machine_picture(devices)
+    machine = machine_picture(devices, budgets)
     key = plan_key(source.identity(), options, machine)
     folder = knobs.cache_folder() / "plans" / key
     if not fresh and (kept := _kept(folder)):
@@ -264,6 +376,7 @@ def compile(
     options: CompileOptions | None = None,
     pack: bool = False,
     devices: Sequence[str] = ("cpu:0",),
+    budgets: Mapping[str, int] = MappingProxyType({}),
 ) -> Plan:
     """Compiles a model and, with `output`, writes the plan folder.
 
@@ -272,6 +385,7 @@ def compile(
             whose edited texts are then checked and sealed into `output`.
         output: folder to write; None keeps the plan in the cache only.
         pack: copy the weights into the plan instead of referring to the model's files.
+        devices, budgets: as for `machine_picture`.
 
     Raises:
         ModelError, UnsupportedModel: the model can't be read.
@@ -282,13 +396,54 @@ def compile(
     if source.kind == "plan" and output is not None:
         plan = seal(Path(source.place))
     else:
-        plan = obtain(model, options or CompileOptions(), devices=devices).plan
+        plan = obtain(model, options or CompileOptions(), devices=devices, budgets=budgets).plan
     return plan if output is None else program.save(plan, Path(output), pack=pack)
 
 
-def load(plan: str | Path, *, threads: int | None = None, pages: int = 0) -> Program:
-    """Opens a plan folder (or a model, through the cache) as a `Program`; close it after use."""
-    return open_plan(obtain(str(plan)).plan, threads=threads, pages=pages)
+def load(
+    plan: str | Path, *, threads: int | None = None, pages: int = 0, live: bool | None = None
+) -> Program:
+    """Opens a plan folder (or a model, through the cache) as a `Program`; close it after use.
+
+    live: as for `LLM`.
+    """
+    opened = open_plan(obtain(str(plan)).plan, threads=threads, pages=pages)
+    publish(opened, replanning=_replanning(follow(opened, live)))
+    return opened
+
+
+# ---- live --------------------------------------------------------------------------
+def follow(program: Program, live: bool | None = None) -> Follower | None:
+    """Lets the splits of a program move as the machine changes, until it is closed; None if none can.
+
+    live: False leaves them where the plan has them, None takes FLASHRT_LIVE.
+    """
+    if not (knobs.LIVE.get() if live is None else live) or not any(
+        v.stream.splits for v in program.plan.variants
+    ):
+        return None
+    watching = sampler()
+    follower = Follower(program, watching.period)
+    if not follower.needed:
+        return None
+    watching.listen(lambda sample: follower.sampled(sample, watching.observe))
+    program.mover = follower
+    program.when_closed(follower.close)
+    program.when_closed(watching.stop)
+    watching.start()
+    return follower
+
+
+def _replanning(follower: Follower | None) -> Callable[[], Replanning | None]:
+    """What is published of the live loop."""
+
+    def now() -> Replanning | None:
+        metrics = follower.metrics() if follower else None
+        if metrics is None or metrics.age_of_last_plan is None:
+            return None
+        return Replanning(time.time() - metrics.age_of_last_plan, metrics.plan_switches)
+
+    return now
 
 
 # ---- language models ---------------------------------------------------------------
@@ -299,9 +454,10 @@ class LLM:
         model: as for `compile`.
         sequences: how many sequences may be in the cache at once, each up to the context length.
         threads: of the CPU team; None takes one per core.
-        options, devices: as for `compile`.
+        options, devices, budgets: as for `compile`.
         plan: a plan of the model that is there already.
         on_progress: as for `open_plan`.
+        live: whether splits between devices move as the machine changes; None takes FLASHRT_LIVE.
     """
 
     def __init__(
@@ -312,10 +468,12 @@ class LLM:
         threads: int | None = None,
         options: CompileOptions | None = None,
         devices: Sequence[str] = ("cpu:0",),
+        budgets: Mapping[str, int] = MappingProxyType({}),
         plan: Plan | None = None,
         on_progress: Progress | None = None,
+        live: bool | None = None,
     ) -> None:
-        self.plan = plan or obtain(model, options or CompileOptions(), devices=devices).plan
+        self.plan = plan or obtain(model, options or CompileOptions(), devices=devices, budgets=budgets).plan
         if self.plan.chat is None:
             raise ModelError(
                 f"{self.plan.name} isn't a language model: it has no tokenizer",
@@ -338,6 +496,8 @@ class LLM:
             vocabulary=vocabulary(self.plan),
         )
         self._ids = itertools.count(1)
+        self.live = follow(self.program, live)
+        publish(self.program, self.generator, _replanning(self.live))
 
     def tokens(self, prompt: str | Sequence[Message], *, raw: bool = False) -> list[int]:
         """Token ids of a prompt: through the chat template, or as it stands with `raw`.
@@ -418,10 +578,15 @@ def page_count(plan: Plan, context: int, sequences: int, free: int | None = None
         PlanError: there is no room for a single page.
     """
     pages = pages_for(context) * sequences
-    for graph in (v.physical for v in plan.variants):
-        for budget in graph.budgets:
-            held = {s for n in graph.nodes if n.device == budget.device for s in (*n.reads, *n.writes)}
-            page = sum(size(s.type.bytes, {"P": 1}) for s in graph.states if s.name in held)
+    for variant in plan.variants:
+        for budget in variant.budgets:
+            held = {
+                state
+                for i in variant.stream.instrs
+                if isinstance(i, micro.Dispatch) and i.device == budget.device
+                for state in (*i.reads, *i.writes)
+            }
+            page = sum(size(s.type.bytes, {"P": 1}) for s in variant.stream.states if s.name in held)
             left = budget.limit - budget.weights - budget.activations
             left = left if free is None else min(left, free // 2)
             if page and left < page:

@@ -16,6 +16,7 @@ import platformdirs
 from flashrt.errors import KnobError
 
 V = TypeVar("V")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,27 @@ THREADS = Knob("FLASHRT_THREADS", 0, _count, "threads of the CPU team (default: 
 CACHE = Knob[Path | None](
     "FLASHRT_CACHE", None, _folder, "folder for compiled plans, kernels and measured rates"
 )
+RUNTIME = Knob[Path | None](
+    "FLASHRT_RUNTIME", None, _folder, "folder in which running engines tell flash-monitor about themselves"
+)
 POISON = Knob("FLASHRT_POISON", False, _flag, "1: fill freed memory with NaN patterns (for tests)")
+LIVE = Knob("FLASHRT_LIVE", True, _flag, "0: plans of several devices stay as they were made")
 
-ALL: tuple[Knob[int] | Knob[bool] | Knob[Path | None], ...] = (THREADS, CACHE, POISON)
+ALL: tuple[Knob[int] | Knob[bool] | Knob[Path | None], ...] = (THREADS, CACHE, RUNTIME, POISON, LIVE)
 
 
 def cache_folder() -> Path:
     """Where compiled plans, kernels, verdicts and measured rates are kept; it need not exist yet."""
     return CACHE.get() or Path(platformdirs.user_cache_dir("flashrt"))
+
+
+def runtime_folder() -> Path:
+    """Where running engines tell about themselves; it need not exist yet.
+
+    The session's folder, or where there is none (containers) one in shared memory: files there cost no disk.
+    """
+    if (chosen := RUNTIME.get()) is not None:
+        return chosen
+    if not os.environ.get("XDG_RUNTIME_DIR") and os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
+        return SHARED_MEMORY / f"flashrt-{os.getuid()}"
+    return Path(platformdirs.user_runtime_dir("flashrt"))

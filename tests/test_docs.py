@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 import typer
 
+from flashrt.cli import diagnose, monitor, profiler
 from flashrt.cli import main as flashrt
-from flashrt.cli import profiler
 from flashrt.ir import micro
 from flashrt.ir.stream_laws import MICRO
 from flashrt.ir.text import read_micro, show_instr
@@ -69,7 +69,9 @@ def test_every_law_stands_in_the_page(manual: ModuleType) -> None:
         assert f"### {law.name}\n\n{law.statement}" in page
 
 
-COMMAND = re.compile(r"(?:flashrt (?:compile|run|explain|devices)|flash-profiler)\b[^`\n|>]*")
+COMMAND = re.compile(
+    r"(?:flash-diagnose|flash-monitor|flashrt (?:compile|run|bench|explain|devices)|flash-profiler)\b[^`\n|>]*"
+)
 
 
 def commands() -> list[str]:
@@ -85,6 +87,8 @@ def test_commands_in_the_docs_exist(command: str) -> None:
     if program == "flashrt":
         known = typer.main.get_command(flashrt.app).commands[words.pop(0)]  # type: ignore[attr-defined]
     else:
-        known = typer.main.get_command(profiler.app)
+        known = typer.main.get_command(
+            {"flash-profiler": profiler, "flash-diagnose": diagnose, "flash-monitor": monitor}[program].app
+        )
     options = {option for parameter in known.params for option in parameter.opts}
     assert {word for word in words if word.startswith("-") and word != "-"} <= options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def test_fewer_pages_where_memory_is_short() -> None:
     assert page_count(made, CONTEXT, 3, free=10 * page) == 5
     (budget,) = made.variants[0].physical.budgets
     tight = replace(budget, limit=budget.weights + budget.activations + 4 * page)
-    variants = tuple(replace(v, physical=replace(v.physical, budgets=(tight,))) for v in made.variants)
+    variants = tuple(replace(v, budgets=(tight,)) for v in made.variants)
     assert page_count(replace(made, variants=variants), CONTEXT, 3) <= 4
 
 
@@ -118,7 +119,12 @@ def test_edited_variants_must_agree(tmp_path: Path) -> None:
     """Sealing a plan looks across its variants, too."""
     folder = tmp_path / "plan"
     program.save(plan(), folder)
-    text = (folder / "small.micro").read_text()
-    (folder / "small.micro").write_text(text.replace("state kv.0 f32[P,2,", "state kv.0 f64[P,2,"))
-    with pytest.raises(LawError, match=r"state 'kv\.0' is f32.* in 'large', f64.* in 'small'"):
+    lines = (folder / "small.micro").read_text().replace("state kv.0 f32[P,2,", "state kv.0 bf16[P,2,")
+    (folder / "small.micro").write_text(
+        "".join(
+            re.sub(r'numerics="(.*?)"', r'numerics="\1 kv=bf16"', line) if "[kv.0]" in line else line
+            for line in lines.splitlines(keepends=True)
+        )
+    )
+    with pytest.raises(LawError, match=r"state 'kv\.0' is f32.* in 'large', bf16.* in 'small'"):
         engine.seal(folder)

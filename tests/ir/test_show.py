@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given, settings
 
-from flashrt.ir import logical, micro, physical
+from flashrt.ir import logical, micro, physical, picture
 from flashrt.ir.show import CAP, filtered, records, summary, to_dot, to_html, totals
 from flashrt.ir.text import read_logical, read_physical
 from flashrt.ir.types import TensorType
@@ -137,6 +137,48 @@ def test_physical_page() -> None:
     assert first[1] == "" and first[2] == "linear layers.0.up#048.0 us[0:s0]a <&> b"
     assert second[1].startswith("linear layers.0.up#1") and second[2] == ""
     assert page.outside == []
+
+
+def test_physical_picture() -> None:
+    """Shards of one value side by side; an arrow from what is sent to who uses it; no box for a transfer."""
+    graph = read_physical(SPLIT)
+    boxes = {box.node.name: box for box in picture.lay_out(graph, ["cpu:0", "gpu:0"]).boxes}
+    first, second, merged = (boxes[n] for n in ("layers.0.up#0", "layers.0.up#1", "layers.0.up"))
+    assert len(boxes) == 3 and (first.column, second.column, merged.column) == (1, 0, 0)
+    assert first.y == second.y < merged.y
+    svg = to_html(graph).partition("<svg")[2].partition("</svg>")[0]
+    assert svg.count('class="way"') == 1 and svg.count("<rect") == 3 + 2
+    arrow = f"M{first.x} {first.y + picture.BOX * 3 // 4}"
+    assert arrow in svg and f"{merged.x + picture.WIDTH + 7} {merged.y + picture.BOX // 4}" in svg
+
+
+def test_layers_placed_alike_are_drawn_once() -> None:
+    """A layer that is placed otherwise has its own band, and so has what stands before and after layers."""
+    nodes = [
+        physical.Node(name, "add", (), TensorType("f32", (1,)), "gpu:0" if odd else "cpu:0", name)
+        for name, odd in (
+            ("embed", False), ("layers.0.a", False), ("layers.1.a", False), ("layers.0.b", False),
+            ("layers.2.a", True), ("layers.1.b", False), ("layers.2.b", False), ("head", False),
+        )
+    ]  # fmt: skip
+    graph = physical.Graph("g", (), (), (), (), (), (), tuple(nodes), ())
+    found = [(b.title, [n.name for n in b.nodes]) for b in picture.bands(graph)]
+    assert found == [
+        ("", ["embed"]),
+        ("layers 0 to 1: 2 times the same", ["layers.0.a", "layers.0.b"]),
+        ("layer 2", ["layers.2.a", "layers.2.b"]),
+        ("after the layers", ["head"]),
+    ]
+
+
+def test_a_long_graph_is_cut() -> None:
+    nodes = tuple(
+        physical.Node(f"n{i}", "add", (), TensorType("f32", (1,)), "cpu:0", f"n{i}")
+        for i in range(picture.CAP + 7)
+    )
+    text = to_html(physical.Graph("g", (), (), (), (), (), (), nodes, ()))
+    assert "7 nodes found no room in the picture." in text
+    assert "<svg" not in to_html(physical.Graph("g", (), (), (), (), (), (), nodes, ()), node="n1")
 
 
 def test_micro_page() -> None:
