@@ -250,7 +250,7 @@ def edit_manifest(folder: Path, **changes: object) -> None:
 
 def test_plan_of_another_format(own: Path) -> None:
     edit_manifest(own / "plan", format=99)
-    refused(call("run", own / "plan", "-p", "x"), "format 99", "reads 1", "compile it again")
+    refused(call("run", own / "plan", "-p", "x"), "format 99", "reads 2", "compile it again")
 
 
 def test_plan_for_another_machine(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
