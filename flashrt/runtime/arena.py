@@ -177,6 +177,7 @@ class StreamMemory:
         self._limits: dict[str, int] = {s.name: s.hi for s in stream.symbols} | dict(residents.env)
         self._bounds = Bounds.of(stream)
         self._slots = self._lay_out_slots()
+        self.inputs = tuple((s.input, self._slots[s.id]) for s in stream.slots if s.input)
         self._rings = self._lay_out_rings()
         self._states = self._lay_out_states()
         for block, place in residents.blocks(stream):

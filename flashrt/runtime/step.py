@@ -168,10 +168,9 @@ def write_step(
         _check(bound, arrays[bound.input], evaluate(bound.hi, {**given, **env}))
     for name, value in env.items():
         memory.words[memory.word_of(name)] = value
-    for slot in memory.stream.slots:
-        if slot.input:
-            flat = np.ascontiguousarray(arrays[slot.input]).reshape(-1).view(np.uint8)
-            host_view(memory.slot(slot.id))[: flat.size] = flat
+    for name, place in memory.inputs:
+        flat = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
+        host_view(place)[: flat.size] = flat
     return env
 
 
