@@ -67,7 +67,7 @@ class Flashrt:
     def __init__(self, model: str, threads: int, mode: str = "fast") -> None:
         import flashrt
 
-        self.version = f"flashrt {flashrt.__version__} {mode}"
+        self.version, self.threads = f"flashrt {flashrt.__version__} {mode}", threads
         self.llm = flashrt.LLM(model, threads=threads, sequences=8, options=plan_options(mode))
         self.llm.program.open()
 
@@ -87,7 +87,12 @@ class Flashrt:
         return float(self._run(1, context, tokens)[0].rate)
 
     def batch(self, sequences: int, context: int, tokens: int) -> float:
-        return float(sum(s.rate for s in self._run(sequences, context, tokens)))
+        """Steps that all sequences share, as the others are timed: none in which one is still read."""
+        from flashrt.profiler.bench import Test, measure
+
+        test = Test("tg", tokens, context, sequences)
+        (speed,) = measure(self.llm, [test], threads=self.threads, repeats=1, warm_up=0)
+        return speed.median
 
     def text(self, tokens: int) -> list[int]:
         """Token ids of a text, to be predicted."""

@@ -124,7 +124,7 @@ class Backend(Protocol):
 
 
 class BlockSource(Protocol):
-    """Where weight bytes come from."""
+    """Where weight bytes come from. Several threads may read."""
 
     def read(self, weight: Weight, lo: int, hi: int, out: U8) -> None:
         """Fills `out` with rows [lo, hi) of the weight in its layout.

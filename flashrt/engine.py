@@ -28,17 +28,17 @@ from flashrt.llm.generate import Completion, Generator
 from flashrt.llm.kv import pages_for
 from flashrt.llm.request import Request, Sampling
 from flashrt.machine import Device, Machine, Measured
-from flashrt.probes import groups, links, measuring, snapshot
-from flashrt.probes.memory import Memory
-from flashrt.probes.sampler import Sampler
+from flashrt.probes import groups, links, snapshot
 from flashrt.program import Plan, Program, Variant
-from flashrt.runtime.follow import Follower
 from flashrt.runtime.pooled import copies_as_rows
 from flashrt.status.publisher import publish
 from flashrt.status.record import Replanning
 
 if TYPE_CHECKING:
+    from flashrt.probes.memory import Memory
+    from flashrt.probes.sampler import Sampler
     from flashrt.probes.survey import Survey
+    from flashrt.runtime.follow import Follower
 
 Message = Mapping[str, str]
 Progress = Callable[[str, int, int], None]
@@ -117,11 +117,17 @@ def sampler(pid: int | None = None) -> Sampler:
 
     pid: the process whose load counts as own; None for this one.
     """
+    from flashrt.probes.sampler import (
+        Sampler,
+    )  # only here, as below: a command that runs a plan starts sooner
+
     return Sampler(pid=pid)
 
 
 def memory_probe() -> Memory:
     """Tells where the memory of this machine and of a process is."""
+    from flashrt.probes.memory import Memory
+
     return Memory()
 
 
@@ -144,6 +150,8 @@ def measure_devices(
     Gives remarks: what couldn't be measured, and what had company.
     Raises PlanError as `machine_picture` does.
     """
+    from flashrt.probes import measuring
+
     return measuring.measure(
         machine_picture(devices),
         measure_host,
@@ -422,6 +430,8 @@ def follow(program: Program, live: bool | None = None) -> Follower | None:
         v.stream.splits for v in program.plan.variants
     ):
         return None
+    from flashrt.runtime.follow import Follower
+
     watching = sampler()
     follower = Follower(program, watching.period)
     if not follower.needed:

@@ -112,8 +112,10 @@ class Machine:
     def fingerprint(self) -> str:
         """Identifies the hardware a plan was made for: no load, free memory, rate or time in it."""
         still = [
-            (d.id, d.kind, d.name, d.memory, d.cores, sorted(d.kernels), sorted(d.features))
-            + (d.cpus, d.limit, d.pool)
+            (
+                *(d.id, d.kind, d.name, d.memory, d.cores, sorted(d.kernels), sorted(d.features)),
+                *(d.cpus, d.limit, d.pool),
+            )
             for d in self.devices
         ]
         return hashlib.sha256(json.dumps(still).encode()).hexdigest()[:16]

@@ -9,6 +9,7 @@ handed (`flashrt.backend.Memory`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from flashrt.ir.bounds import Bounds
 from flashrt.ir.types import Env, Weight, size
 from flashrt.layouts import packed_bytes
 
+LOADERS = 4  # threads that read weights
 Owner = Literal["weights", "cache", "activations", "staging"]
 
 
@@ -99,9 +101,16 @@ class Residents:
             ends[pool] = _aligned(offsets[weight, pool] + block_bytes(weight, extent.lo, extent.hi))
         first = {pool: extent.device for (_, pool), extent in reversed(list(extents.items()))}
         whole = {pool: self.reserve(first[pool], end, "weights").buffer for pool, end in ends.items()}
-        for (weight, pool), extent in extents.items():
+
+        def load(key: Shared) -> None:
+            (weight, pool), extent = key, extents[key]
             nbytes = block_bytes(weight, extent.lo, extent.hi)
-            self._load(weight, pool, extent, Place(whole[pool], offsets[weight, pool], nbytes))
+            self._load(weight, pool, extent, Place(whole[pool], offsets[key], nbytes))
+
+        # laying weights out takes as long as reading them: some threads share it (sources allow that)
+        with ThreadPoolExecutor(LOADERS) as loaders:
+            for _ in loaders.map(load, extents):
+                pass
 
     def _load(self, weight: Weight, pool: str, extent: Extent, place: Place) -> None:
         self.fill(extent.device, weight, extent.lo, extent.hi, place)
