@@ -70,7 +70,7 @@ def test_every_law_stands_in_the_page(manual: ModuleType) -> None:
 
 
 COMMAND = re.compile(
-    r"(?:flash-diagnose|flash-monitor|flashrt (?:compile|run|bench|explain|devices)|flash-profiler)\b[^`\n|>]*"
+    r"(?:flash-(?:diagnose|monitor|profiler)|flashrt (?:compile|run|bench|explain|devices))\b[^`\n|>]*"
 )
 
 

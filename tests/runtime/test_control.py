@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -156,9 +157,9 @@ def told(sample: tuple[int, float, float, float] | None) -> Mapping[str, Ran]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(samples, max_size=80))
-def test_whatever_is_seen_positions_are_legal_and_switches_few(seen: list[object]) -> None:
+def test_whatever_is_seen_positions_are_legal_and_switches_few(seen: list[Any]) -> None:
     controller, now, before = Controller({"v": ELASTIC}), 0.0, ELASTIC.start
-    for elapsed, foreign, ran in seen:  # type: ignore[misc]
+    for elapsed, foreign, ran in seen:
         now += elapsed
         switch = controller.decide(now, foreign, told(ran))
         at = controller.positions["v"]

@@ -41,7 +41,7 @@ def assumed(value: float) -> Measured:
 
 def device(id: str, cpu: int) -> Device:
     kind = id.partition(":")[0]
-    kernels = {"cpu": CpuBackend, "reference": ReferenceBackend}[kind]().kernels()
+    kernels = (CpuBackend() if kind == "cpu" else ReferenceBackend()).kernels()
     cpus = (cpu,) if kind == "cpu" else ()
     return Device(
         id, kind, "test", 1 << 30, assumed(1e10), {"f32": assumed(1e11)}, assumed(1.0), kernels=kernels,
@@ -74,7 +74,7 @@ def with_copies_as_rows(plan: Plan) -> Plan:
 
 @contextmanager
 def opened(plan: Plan) -> Iterator[Program]:
-    backends = {"cpu": CpuBackend(), "reference": ReferenceBackend()}
+    backends: dict[str, Any] = {"cpu": CpuBackend(), "reference": ReferenceBackend()}
     devices: dict[str, Any] = {d.id: backends[d.kind].open(d) for d in plan.machine.devices}
     host = backends["reference"].open(replace(plan.machine.devices[0], id="host", kind="reference"))
     with Program(plan, devices, host, pages=PAGES, source=tiny_source(tiny_graph()), poison=True) as program:
@@ -134,7 +134,7 @@ def test_the_same_bits_wherever_the_loop_moves_the_splits(ids: tuple[str, str], 
         plan = with_copies_as_rows(plan)
     with opened(plan) as program:
         program.mover = follower = Follower(program, PERIOD, clock=lambda: 0.0)
-        seen = set()
+        seen: set[Any] = set()
 
         def call(inputs: Any, symbols: Any) -> Any:
             outputs = inner(inputs, symbols)

@@ -80,7 +80,9 @@ def generate(call: Call) -> Result:
 
 
 def a_plan(*streams: tuple[physical.Graph, micro.Stream], graph: logical.Graph = GRAPH) -> Plan:
-    variants = tuple(Variant.of(f"v{i}", 1, 64, p, replace(s, name=f"v{i}")) for i, (p, s) in enumerate(streams))
+    variants = tuple(
+        Variant.of(f"v{i}", 1, 64, p, replace(s, name=f"v{i}")) for i, (p, s) in enumerate(streams)
+    )
     return Plan("tiny", "", "", {}, graph, variants, MACHINE, tiny_import().weights)
 
 
