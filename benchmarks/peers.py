@@ -71,20 +71,20 @@ class Flashrt:
         self.llm = flashrt.LLM(model, threads=threads, sequences=8, options=plan_options(mode))
         self.llm.program.open()
 
-    def _run(self, sequences: int, context: int, tokens: int) -> list[Any]:
+    def _run(self, context: int, tokens: int) -> Any:
         from flashrt import Sampling
         from flashrt.llm.request import Request
 
-        for i in range(sequences):
-            prompt = tuple(PROMPT[i : i + context])
-            self.llm.generator.add(Request(f"b{i}", prompt, Sampling(max_tokens=tokens, ignore_eos=True)))
-        return [c.stats for c in self.llm.generator.run()]
+        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+        self.llm.generator.add(Request("one", tuple(PROMPT[:context]), sampling))
+        (completion,) = self.llm.generator.run()
+        return completion.stats
 
     def prefill(self, tokens: int) -> float:
-        return float(self._run(1, tokens, 1)[0].prompt_rate)
+        return float(self._run(tokens, 1).prompt_rate)
 
     def decode(self, context: int, tokens: int) -> float:
-        return float(self._run(1, context, tokens)[0].rate)
+        return float(self._run(context, tokens).rate)
 
     def batch(self, sequences: int, context: int, tokens: int) -> float:
         """Steps that all sequences share, as the others are timed: none in which one is still read."""

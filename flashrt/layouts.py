@@ -142,3 +142,8 @@ def packed_bytes(layout: str, shape: tuple[int, ...], lo: int, hi: int) -> int:
         return found.bytes(hi - lo, shape[1])
     assert found.element is not None, f"{layout} holds matrices, not {shape}"
     return (hi - lo) * int(np.prod(shape[1:], dtype=np.int64)) * found.element.itemsize
+
+
+def aligned(nbytes: int) -> int:
+    """The size rounded up to whole cache lines of 64 bytes, as vector loads want: what it takes in memory."""
+    return -(-nbytes // 64) * 64

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from flashrt.ir import logical, physical
 from flashrt.ir.bounds import Bounds
 from flashrt.ir.types import Env, State, Weight, evaluate
+from flashrt.layouts import aligned
 from flashrt.machine import Device, Machine
-from flashrt.passes.cost import Node, aligned, block_bytes
+from flashrt.passes.cost import Node, block_bytes
 from flashrt.passes.rows import rows_used
 
 HOSTS = ("cpu", "reference", "null")  # kinds whose memory the reference implementation reads

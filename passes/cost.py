@@ -27,7 +27,6 @@ from flashrt.layouts import LAYOUTS
 from flashrt.machine import Device, Machine
 
 Node = logical.Node | physical.Node
-ALIGN = 64  # bytes: a cache line, and what vector loads want
 LONGEST = "C"  # the symbol that ops.flops uses for the keys an attention looks at
 
 
@@ -159,11 +158,6 @@ def block_bytes(weight: Weight, lo: int = 0, hi: int | None = None) -> int:
         return span.stop - span.start
     width = 4 if weight.type.dtype in FLOATS else DTYPES[weight.type.dtype]
     return (hi - lo) * int(_whole(product(shape[1:]))) * width
-
-
-def aligned(nbytes: int) -> int:
-    """The size rounded up to whole cache lines: what it takes in memory."""
-    return -(-nbytes // ALIGN) * ALIGN
 
 
 def _whole(size: Dim) -> int:

@@ -9,6 +9,7 @@ from itertools import chain, count
 
 from flashrt.ir import logical, physical
 from flashrt.ir.types import substitute, sym, symbols_of
+from flashrt.layouts import aligned
 from flashrt.passes.assign import Choice, Memory, Problem, Tied, assign
 from flashrt.passes.budget import (
     Held,
@@ -20,7 +21,7 @@ from flashrt.passes.budget import (
     weight_road,
 )
 from flashrt.passes.choices import AWAY, SHARE, Placer, Plan, Priced, Rules
-from flashrt.passes.cost import aligned, block_bytes
+from flashrt.passes.cost import block_bytes
 from flashrt.passes.price import Prices
 from flashrt.passes.ratio import Ratios
 from flashrt.passes.spread import Lanes, Seat, Shared

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from flashrt.ir import micro
 from flashrt.ir.order import COMPUTE, accesses, root_of
 from flashrt.ir.types import Dim
-from flashrt.passes.cost import aligned
+from flashrt.layouts import aligned
 from flashrt.passes.pack import pack, ring_layout
 from flashrt.passes.strided import argument_takes_range
 from flashrt.passes.ticks import synchronise

@@ -18,7 +18,7 @@ from flashrt.ir import micro
 from flashrt.ir.bounds import Bounds
 from flashrt.ir.order import Access, HappensBefore, accesses, root_of
 from flashrt.ir.types import TensorType
-from flashrt.passes.cost import aligned
+from flashrt.layouts import aligned
 
 
 def pack(stream: micro.Stream) -> micro.Stream:

@@ -34,9 +34,10 @@ from flashrt.errors import PlanError
 from flashrt.ir import logical, micro, physical
 from flashrt.ir.clock import simulate
 from flashrt.ir.ops import ATTENTION_EXACT, LINEAR_EXACT
+from flashrt.layouts import aligned
 from flashrt.machine import Machine
 from flashrt.passes.budget import peak_activations, room_of
-from flashrt.passes.cost import aligned, cost
+from flashrt.passes.cost import cost
 from flashrt.passes.elide import elide
 from flashrt.passes.fuse import fuse
 from flashrt.passes.lower import lower

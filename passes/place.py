@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from flashrt.errors import PlanError
 from flashrt.ir import logical, physical
 from flashrt.ir.bounds import Bounds
+from flashrt.layouts import aligned
 from flashrt.machine import Machine
 from flashrt.passes.budget import (
     Held,
@@ -26,7 +27,7 @@ from flashrt.passes.budget import (
     weight_road,
     weights_held,
 )
-from flashrt.passes.cost import Costs, aligned, block_bytes, kernel_of
+from flashrt.passes.cost import Costs, block_bytes, kernel_of
 from flashrt.passes.deal import deal
 from flashrt.passes.pins import Pin, pinned
 from flashrt.passes.price import Prices, finish

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from flashrt.ir import micro
-from flashrt.passes.cost import aligned
+from flashrt.layouts import aligned
 from flashrt.passes.pack import ring_layout
 
 

@@ -198,9 +198,9 @@ def quantised_bf16(bits: int, minimum: bool) -> Kernel:
     def kernel(tid, nth, row):
         tiles, tokens = word(row, L.scratch) + tid * word(row, L.scratch_stride), word(row, L.t)
         first, last = channels_of((word(row, L.n) + 31) >> 5, tokens, tid, nth)
+        runs = product_runs(tokens, nth)
         tiles_on(stack(64))
         for pair in range(first, last):
-            runs = product_runs(tokens, nth)
             for begin in range(0, runs, TILE_RUNS):
                 some_runs(row, pair, begin, min(begin + TILE_RUNS, runs), tid, nth, tiles)
         tiles_off()

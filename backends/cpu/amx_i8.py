@@ -14,6 +14,7 @@ from numba import types
 from numba.core import cgutils
 
 from flashrt.backends.cpu.amx import tile
+from flashrt.backends.cpu.blocks import add_block, block_scales, unsigned
 from flashrt.backends.cpu.intrinsics import I8, I64, at, inner, intrinsic
 from flashrt.backends.cpu.rows import SUM_BLOCKS, TILE
 from flashrt.backends.cpu.tiles import Totals, load_at, prefetch_ahead
@@ -43,11 +44,8 @@ def tiles_i8_on(typing, config, tokens):
 
 
 @cache
-def spread_weights(unpack: Any, bits: int, minimum: bool) -> Any:
-    """spread(dst, q, blocks): a group's quants as unsigned bytes, 512 bytes a block: rows of 4 k.
-
-    unpack: (b, address, j, bits) → (k, bytes of 16 channels × 4 k) of the j-th 64 bytes of a block.
-    """
+def spread_weights(bits: int, minimum: bool) -> Any:
+    """spread(dst, q, blocks): a group's quants as unsigned bytes, 512 bytes a block: rows of 4 k."""
 
     @intrinsic
     def spread(typing, dst, q, blocks):
@@ -58,7 +56,7 @@ def spread_weights(unpack: Any, bits: int, minimum: bool) -> Any:
                 source = b.add(q, b.mul(loop.index, I64(16 * BLOCK * bits // 8)))
                 target = b.add(dst, b.mul(loop.index, I64(16 * BLOCK)))
                 for j in range(bits):
-                    for k, words in unpack(b, source, j, bits):
+                    for k, words in unsigned(b, source, j, bits):
                         b.store(words, at(b, b.add(target, I64(16 * k)), VI)).align = 64
             return context.get_dummy_value()
 
@@ -95,12 +93,11 @@ def block_sums(typing, a, a_stride, w, blocks, sums):
 
 
 @cache
-def scale_tile(block_scales: Any, add_block: Any, minimum: bool, tokens: int) -> Any:
+def scale_tile(minimum: bool, tokens: int) -> Any:
     """scaled(sums, s, m, blocks, scales, totals, stride, acc): adds `tokens` tokens' sums of some blocks.
 
     sums: i32[blocks][16][16], from the first token on. scales, totals: addresses of the first token's
     scale of the first block, and of Σ a; `stride` bytes from token to token.
-    block_scales, add_block: what vnni.py does with a block.
     """
 
     @intrinsic
@@ -115,7 +112,8 @@ def scale_tile(block_scales: Any, add_block: Any, minimum: bool, tokens: int) ->
                 weights = block_scales(b, s, m, loop.index, minimum)
                 for t in range(tokens):
                     dot = load_at(b, here, VI, 64 * t, 4)
-                    places = [b.add(b.add(p, offsets[t]), of_block) for p in (scales, block_totals)]
+                    here_of = b.add(offsets[t], of_block)
+                    places = b.add(scales, here_of), b.add(block_totals, here_of)
                     add_block(b, kept, t, dot, weights, *places, minimum)
             kept.store()
             return context.get_dummy_value()
@@ -125,13 +123,13 @@ def scale_tile(block_scales: Any, add_block: Any, minimum: bool, tokens: int) ->
     return scaled
 
 
-def tile_group(unpack: Any, block_scales: Any, add_block: Any, bits: int, minimum: bool) -> Any:
+def tile_group(bits: int, minimum: bool) -> Any:
     """sums(q, s, m, blocks, a, a_stride, count, acc, w, sums): 16 channels × `count` ≤ 16 tokens.
 
     w: room for the group's quants as bytes; sums: room for the sums of SUM_BLOCKS blocks.
     """
-    spread = spread_weights(unpack, bits, minimum)
-    scale8, scale4, scale1 = (scale_tile(block_scales, add_block, minimum, tokens) for tokens in (8, 4, 1))
+    spread = spread_weights(bits, minimum)
+    scale8, scale4, scale1 = (scale_tile(minimum, tokens) for tokens in (8, 4, 1))
 
     @inner
     def group(q, s, m, blocks, a, stride, count, acc, w, sums):

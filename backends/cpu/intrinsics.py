@@ -110,16 +110,20 @@ def copy_bytes(typing, dst, src, count):
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
+def emit_prefetch(builder: ir.IRBuilder, address: ir.Value, level: int) -> None:
+    """Asks for a cache line. level: 3 for the first-level cache, 2 for the second."""
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(fetch, [at(builder, address, I8), I32(0), I32(level), I32(1)])
+
+
 @intrinsic
 def prefetch_lines(typing, address, count):
     """Asks for that many cache lines, which are read soon."""
 
     def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         with cgutils.for_range(builder, args[1]) as loop:
-            line = builder.add(args[0], builder.mul(loop.index, I64(64)))
-            builder.call(fetch, [at(builder, line, I8), I32(0), I32(2), I32(1)])
+            emit_prefetch(builder, builder.add(args[0], builder.mul(loop.index, I64(64))), 2)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from flashrt.backends.cpu.intrinsics import F32, I8, I16, I32, I64, at, intrinsic
+from flashrt.backends.cpu.intrinsics import F32, I16, I64, at, emit_prefetch, intrinsic
 from flashrt.backends.cpu.vector import LANES, VI, VS, V, constant, masked_load, muladd, splat, tree
 from flashrt.layouts import BLOCK
 
@@ -63,11 +63,9 @@ def prefetch_ahead(b: ir.IRBuilder, q: ir.Value, block: ir.Value, bits: int, min
     groups lie behind each other, so their bytes are one.
     """
     record = 16 * (BLOCK * bits // 8 + 2 + 2 * minimum)  # of a block
-    kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(I8), I32, I32, I32])
-    fetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
     address = b.add(q, b.mul(block, I64(record)))
     for offset in range(0, record, 64):
-        b.call(fetch, [at(b, b.add(address, I64(AHEAD + offset)), I8), I32(0), I32(3), I32(1)])
+        emit_prefetch(b, b.add(address, I64(AHEAD + offset)), 3)
 
 
 @cache

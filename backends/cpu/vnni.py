@@ -23,9 +23,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from flashrt.backends.cpu import amx_i8
 from flashrt.backends.cpu.amx import tiles_off
-from flashrt.backends.cpu.amx_i8 import tiles_i8_on
+from flashrt.backends.cpu.amx_i8 import tile_group, tiles_i8_on
+from flashrt.backends.cpu.blocks import add_block, block_scales, unsigned
 from flashrt.backends.cpu.intrinsics import (
     F32,
     I8,
@@ -42,8 +42,8 @@ from flashrt.backends.cpu.intrinsics import (
 from flashrt.backends.cpu.linear import Kernel, L, finish, zero
 from flashrt.backends.cpu.rows import RUN, TILED, i8_row_bytes
 from flashrt.backends.cpu.share import channels_of, product_run, product_runs
-from flashrt.backends.cpu.tiles import VH, Totals, ints, load_at, prefetch_ahead
-from flashrt.backends.cpu.vector import LANES, VI, V, call, load_whole, muladd, splat
+from flashrt.backends.cpu.tiles import Totals, ints, load_at, prefetch_ahead
+from flashrt.backends.cpu.vector import LANES, VI, call, load_whole, splat
 from flashrt.layouts import BLOCK
 
 row_bytes = inner(i8_row_bytes)
@@ -63,43 +63,6 @@ def _dot(b: ir.IRBuilder, total: ir.Value, q: ir.Value, a: ir.Value, vnni: bool)
     if not vnni:
         return _multiplied(b, total, q, a)
     return call(b, "llvm.x86.avx512.vpdpbusd.512", VI, total, q, splat(b, a))
-
-
-def _unsigned(b: ir.IRBuilder, q: ir.Value, j: int, bits: int) -> list[tuple[int, ir.Value]]:
-    """(k, bytes of 16 channels × 4 k) of the j-th 64 bytes of a block; see flashrt/layouts.py."""
-    words = load_at(b, q, VI, 64 * j, 4)
-    if bits == 8:
-        return [(4 * j, b.xor(words, ints(-0x7F7F7F80)))]
-    nibbles = ints(0x0F0F0F0F)
-    return [(8 * j, b.and_(words, nibbles)), (8 * j + 4, b.and_(b.lshr(words, ints(4)), nibbles))]
-
-
-def block_scales(b: ir.IRBuilder, s: ir.Value, m: ir.Value, block: ir.Value, minimum: bool) -> Any:
-    """Scales of 16 channels, and their minima or None, of a block."""
-    per_block = b.mul(block, I64(2 * LANES))
-    scale = b.fpext(load_at(b, b.add(s, per_block), VH), V)
-    return scale, b.fpext(load_at(b, b.add(m, per_block), VH), V) if minimum else None
-
-
-def add_block(
-    b: ir.IRBuilder,
-    totals: Totals,
-    t: int,
-    dot: ir.Value,
-    weights: Any,
-    scale_at: Any,
-    total_at: Any,
-    minimum: bool,
-) -> None:
-    """One block of one token: its integer sums, scaled, onto the totals; see the top of this file."""
-    scale, least = weights
-    a_scale = splat(b, load_at(b, scale_at, F32, 0, 4))
-    if minimum:
-        total = splat(b, load_at(b, total_at, F32, 0, 4))
-        totals.add(t, a_scale, muladd(b, b.sitofp(dot, V), scale, b.fmul(least, total)))
-    else:
-        dot = b.sub(dot, splat(b, load_at(b, total_at, I32, 0, 4)))
-        totals.add(t, b.sitofp(dot, V), b.fmul(scale, a_scale))
 
 
 @cache
@@ -126,7 +89,7 @@ def dot_tile(bits: int, minimum: bool, tokens: int, vnni: bool) -> Any:
                 prefetch_ahead(b, q, loop.index, bits, minimum)
                 dots = [[ints(0)] * chains for _ in range(tokens)]
                 for j in range(bits):
-                    for k, w in _unsigned(b, block, j, bits):
+                    for k, w in unsigned(b, block, j, bits):
                         for t in range(tokens):
                             four, chain = load_at(b, at_a[t], I32, k, 4), k // 4 % chains
                             dots[t][chain] = _dot(b, dots[t][chain], w, four, vnni)
@@ -186,7 +149,7 @@ def quantised_i8(bits: int, minimum: bool, vnni: bool, tiles: bool = False) -> K
     tiles: AMX does the sums of TILED tokens and more.
     """
     tile8, tile4, tile1 = (dot_tile(bits, minimum, tokens, vnni) for tokens in (8, 4, 1))
-    tile_sums: Any = amx_i8.tile_group(_unsigned, block_scales, add_block, bits, minimum) if tiles else None
+    tile_sums: Any = tile_group(bits, minimum) if tiles else None
     prepare = preparation(bits, minimum)
     quant_bytes = 16 * BLOCK * bits // 8
     block_bytes = quant_bytes + (64 if minimum else 32)

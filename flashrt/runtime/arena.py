@@ -19,7 +19,7 @@ from flashrt.errors import DeviceError
 from flashrt.ir import micro
 from flashrt.ir.bounds import Bounds
 from flashrt.ir.types import Env, Weight, size
-from flashrt.layouts import packed_bytes
+from flashrt.layouts import aligned, packed_bytes
 
 LOADERS = 4  # threads that read weights
 Owner = Literal["weights", "cache", "activations", "staging"]
@@ -28,11 +28,6 @@ Owner = Literal["weights", "cache", "activations", "staging"]
 def block_bytes(weight: Weight, lo: int, hi: int) -> int:
     """Bytes of rows [lo, hi) of a weight in its layout."""
     return packed_bytes(weight.layout, tuple(size(d, {}) for d in weight.type.shape), lo, hi)
-
-
-def _aligned(nbytes: int) -> int:
-    """Rounded up to whole cache lines."""
-    return -(-nbytes // 64) * 64
 
 
 Shared = tuple[Weight, str]  # a weight, and the pool of memory it lies in
@@ -98,7 +93,7 @@ class Residents:
         offsets: dict[Shared, int] = {}
         for (weight, pool), extent in extents.items():
             offsets[weight, pool] = ends.get(pool, 0)
-            ends[pool] = _aligned(offsets[weight, pool] + block_bytes(weight, extent.lo, extent.hi))
+            ends[pool] = aligned(offsets[weight, pool] + block_bytes(weight, extent.lo, extent.hi))
         first = {pool: extent.device for (_, pool), extent in reversed(list(extents.items()))}
         whole = {pool: self.reserve(first[pool], end, "weights").buffer for pool, end in ends.items()}
 

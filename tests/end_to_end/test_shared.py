@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +12,11 @@ from flashrt.backends.null import NullBackend
 from flashrt.backends.reference import ReferenceBackend
 from flashrt.compiler import CompileOptions, compile_model
 from flashrt.ir import laws, physical
-from flashrt.llm.generate import Generator
-from flashrt.llm.request import Request, Sampling
 from flashrt.machine import Device, Link, Machine, Measured
 from flashrt.program import Plan, Program
-from tests.tiny import CONTEXT, tiny_graph, tiny_import, tiny_source
+from tests.generating import PAGES, generate
+from tests.tiny import tiny_graph, tiny_import, tiny_source
 
-PAGES = 48
 OPTIONS = CompileOptions(tokens=64)
 BACKENDS: dict[str, Backend] = {"reference": ReferenceBackend(), "null": NullBackend()}
 
@@ -49,25 +46,6 @@ def opened(plan: Plan) -> Program:
     devices = {d.id: BACKENDS[d.kind].open(d) for d in plan.machine.devices}
     host = BACKENDS["reference"].open(replace(plan.machine.devices[0], id="host", kind="reference"))
     return Program(plan, devices, host, pages=PAGES, source=tiny_source(tiny_graph()), poison=True)
-
-
-def generate(call: Callable[[Any, Any], Any]) -> list[tuple[tuple[int, ...], bytes]]:
-    """Tokens and logits of three prompts in one batch, the longest in chunks."""
-    generator = Generator(call, context=CONTEXT, eos=(), pages=PAGES, max_tokens_per_step=32, max_sequences=8)
-    for name, length in (("a", 5), ("b", 40), ("c", 1)):
-        prompt = tuple((11 * i + length) % 96 for i in range(length))
-        generator.add(
-            Request(name, prompt, Sampling(max_tokens=10, temperature=0.7, seed=length), logits=True)
-        )
-    logits: dict[str, list[bytes]] = {}
-    done = {}
-    while not generator.idle:
-        for event in generator.step():
-            if event.logits is not None:
-                logits.setdefault(event.request, []).append(event.logits.tobytes())
-            if event.completion:
-                done[event.request] = event.completion
-    return [(done[n].tokens, b"".join(logits[n])) for n in sorted(done)]
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +121,7 @@ def test_a_null_device_beside_the_reference() -> None:
     made = beside_null()
     assert {n.device for n in made.variants[0].physical.nodes} == {"reference:0", "null:0"}
     with opened(made) as program:
-        done = generate(program.call)
+        done = generate(program.call, tokens=10)
     assert [len(tokens) for tokens, _ in done] == [10, 10, 10]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,15 @@ from flashrt.compiler import CompileOptions, compile_model
 from flashrt.errors import DeviceError, LawError, ModelError, RequestError
 from flashrt.ir import laws, logical, micro, physical, text
 from flashrt.ir.types import Weight
-from flashrt.llm.generate import Generator
-from flashrt.llm.request import Request, Sampling
 from flashrt.machine import Device, Machine, Measured
 from flashrt.passes import pipeline
 from flashrt.passes.lower import lower
 from flashrt.program import Plan, Program, Variant
 from flashrt.runtime.arena import Residents
 from flashrt.runtime.executor import Executor
-from tests.tiny import CONTEXT, ArraySource, tiny_graph, tiny_import, tiny_source
+from tests.generating import PAGES, Call, Result, generate
+from tests.tiny import ArraySource, tiny_graph, tiny_import, tiny_source
 
-PAGES = 48
 SPLIT = Path(__file__).with_name("split.physical")
 GRAPH = tiny_graph()
 
@@ -53,30 +51,6 @@ ONE = replace(MACHINE, devices=MACHINE.devices[:1])
 
 def open_devices() -> dict[str, Any]:
     return {d.id: BACKEND.open(d) for d in MACHINE.devices}
-
-
-Call = Callable[[Any, Any], Any]
-Result = list[tuple[tuple[int, ...], bytes]]
-
-
-def generate(call: Call) -> Result:
-    """Three prompts in one flat batch, the longest in chunks, then decode: tokens and logits of each."""
-    generator = Generator(call, context=CONTEXT, eos=(), pages=PAGES, max_tokens_per_step=32, max_sequences=8)
-    for name, length in (("a", 5), ("b", 40), ("c", 1)):
-        prompt = tuple((11 * i + length) % 96 for i in range(length))
-        generator.add(
-            Request(name, prompt, Sampling(max_tokens=12, temperature=0.7, seed=length), logits=True)
-        )
-    logits: dict[str, list[bytes]] = {}
-    done = {}
-    while not generator.idle:
-        for event in generator.step():
-            if event.logits is not None:
-                logits.setdefault(event.request, []).append(event.logits.tobytes())
-            if event.completion:
-                done[event.request] = event.completion
-    assert generator.pool.free == PAGES
-    return [(done[n].tokens, b"".join(logits[n])) for n in sorted(done)]
 
 
 def a_plan(*streams: tuple[physical.Graph, micro.Stream], graph: logical.Graph = GRAPH) -> Plan:
