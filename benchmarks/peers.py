@@ -116,7 +116,7 @@ class Flashrt:
                     for at, t in zip(firsts, tokens, strict=True)
                 )
             )
-            found += self.llm.program.call(step.inputs(), step.symbols())["tokens"].tolist()
+            found += self.llm.program.call(step.inputs(), step.symbols(), ("tokens",))["tokens"].tolist()
         pool.give_back(table.pages)
         return found
 

@@ -25,7 +25,7 @@ import os
 import secrets
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -46,7 +46,7 @@ from flashrt.machine import Machine, from_json, to_json
 from flashrt.runtime.arena import Residents
 from flashrt.runtime.executor import Executor
 from flashrt.runtime.idle import Rests
-from flashrt.runtime.step import as_arrays, bind
+from flashrt.runtime.step import Binding, as_arrays
 from flashrt.runtime.trace import Trace
 from flashrt.weights.index import WeightIndex
 from flashrt.weights.packed import PackedSource, index_from_json, index_to_json, write_packed
@@ -437,6 +437,8 @@ class Program:
         self._known = {s.name for x in streams for s in x.symbols} | {
             s.name for x in streams for s in x.splits
         }
+        self._bind = Binding(plan.inputs)
+        self._outputs = {o.name for x in streams for o in x.outputs}
         self._closed, self._held, self._onlookers = False, ExitStack(), ExitStack()
         if source is None:
             own = source = plan.source()
@@ -466,13 +468,18 @@ class Program:
             self._executor(variant)
 
     def call(
-        self, inputs: Mapping[str, Any], symbols: Mapping[str, int] | None = None
+        self,
+        inputs: Mapping[str, Any],
+        symbols: Mapping[str, int] | None = None,
+        outputs: Collection[str] | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Runs one step.
 
         Args:
             inputs: an array for each input of the graph; dtypes are converted, shapes must fit.
             symbols: symbols in no input's shape (such as C), and split variables.
+            outputs: names of those to be given; None for all. A language model's logits are large, and
+                copying them takes longer than drawing a token from them.
 
         Returns:
             The outputs by name. State (the KV cache) stays inside.
@@ -488,8 +495,13 @@ class Program:
                 f"{self.plan.name} has no {', '.join(sorted(unknown))}",
                 hint=f"symbols and splits: {', '.join(sorted(self._known))}",
             )
+        if outputs is not None and (missing := set(outputs) - self._outputs):
+            raise RequestError(
+                f"{self.plan.name} has no output {', '.join(sorted(missing))}",
+                hint=f"outputs: {', '.join(sorted(self._outputs))}",
+            )
         arrays = as_arrays(self.plan.inputs, inputs)
-        env = bind(self.plan.inputs, arrays, symbols or {})
+        env = self._bind(arrays, symbols or {})
         variant = self._variant(env.get("T", 0))
         if self.mover is not None:
             env = {**self.mover.at(variant.name), **env}
@@ -497,7 +509,7 @@ class Program:
         if self._last is not None and self._last is not executor:
             self._last.drain()
         self._last = executor
-        outputs, record = executor.step(arrays, env, trace=self.trace is not None)
+        found, record = executor.step(arrays, env, wanted=outputs, trace=self.trace is not None)
         self.ran.steps += 1
         self.ran.tokens += env.get("T", 0)
         self.ran.rows += env.get("N", 0)
@@ -505,7 +517,8 @@ class Program:
             self.trace.steps.append(record)
         if self.mover is not None:
             self.mover.stepped(variant.name, executor)
-        return outputs
+        assert isinstance(found, dict)
+        return found
 
     def _variant(self, tokens: int) -> Variant:
         for variant in self.plan.variants:

@@ -45,22 +45,25 @@ def tiles_i8_on(typing, config, tokens):
 
 @cache
 def spread_weights(bits: int, minimum: bool) -> Any:
-    """spread(dst, q, blocks): a group's quants as unsigned bytes, 512 bytes a block: rows of 4 k."""
+    """spread(dst, q, first, count): `count` blocks of a group's quants, from block `first` on, as unsigned
+    bytes, 512 a block: rows of 4 k.
+    """
 
     @intrinsic
-    def spread(typing, dst, q, blocks):
+    def spread(typing, dst, q, first, count):
         def codegen(context, b, signature, args):
-            dst, q, blocks = args
-            with cgutils.for_range(b, blocks) as loop:
-                prefetch_ahead(b, q, loop.index, bits, minimum)
-                source = b.add(q, b.mul(loop.index, I64(16 * BLOCK * bits // 8)))
+            dst, q, first, count = args
+            with cgutils.for_range(b, count) as loop:
+                block = b.add(first, loop.index)
+                prefetch_ahead(b, q, block, bits, minimum)
+                source = b.add(q, b.mul(block, I64(16 * BLOCK * bits // 8)))
                 target = b.add(dst, b.mul(loop.index, I64(16 * BLOCK)))
                 for j in range(bits):
                     for k, words in unsigned(b, source, j, bits):
                         b.store(words, at(b, b.add(target, I64(16 * k)), VI)).align = 64
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 3), codegen
+        return types.void(*[types.int64] * 4), codegen
 
     return spread
 
@@ -126,18 +129,19 @@ def scale_tile(minimum: bool, tokens: int) -> Any:
 def tile_group(bits: int, minimum: bool) -> Any:
     """sums(q, s, m, blocks, a, a_stride, count, acc, w, sums): 16 channels × `count` ≤ 16 tokens.
 
-    w: room for the group's quants as bytes; sums: room for the sums of SUM_BLOCKS blocks.
+    w, sums: room for the quants as bytes, and for the sums, of SUM_BLOCKS blocks. Few of them, so that they
+    and the tokens stay in the nearest cache.
     """
     spread = spread_weights(bits, minimum)
     scale8, scale4, scale1 = (scale_tile(minimum, tokens) for tokens in (8, 4, 1))
 
     @inner
     def group(q, s, m, blocks, a, stride, count, acc, w, sums):
-        spread(w, q, blocks)
         scales, totals = a + 32 * blocks, a + 36 * blocks
         for block in range(0, blocks, SUM_BLOCKS):
             some, at = min(blocks - block, SUM_BLOCKS), 32 * block
-            block_sums(a + 32 * block, stride, w + 512 * block, some, sums)
+            spread(w, q, block, some)
+            block_sums(a + 32 * block, stride, w, some, sums)
             t = 0
             while t < count:
                 here, of = sums + 64 * t, t * stride + 4 * block

@@ -18,6 +18,7 @@ from numba import types
 from numba.core import cgutils
 
 from flashrt.backends.cpu import rows
+from flashrt.backends.cpu.attention_group import BYTES, GROUP_BYTES, HEADS, group_functions, sum_lanes
 from flashrt.backends.cpu.intrinsics import (
     I64,
     atomic_add,
@@ -39,12 +40,12 @@ from flashrt.backends.cpu.share import dealt, over_tokens, run_at, runs_of
 from flashrt.backends.cpu.tiles import floats, floats_part, load_at
 from flashrt.backends.cpu.vector import (
     LANES,
-    VI,
     V,
     any_above,
     constant,
     f32x16,
     fma,
+    joined,
     lane_max,
     lane_sum,
     lanes_between,
@@ -61,7 +62,7 @@ from flashrt.backends.cpu.vector import (
 )
 
 RANGE = 8  # pages
-BYTES = {"f32": 4, "bf16": 2}  # of an element of the cache
+SCORES = 16 * 64 + GROUP_BYTES  # bytes: of a page's scores, then sums of a group
 slot_bytes = inner(rows.slot_bytes)
 K = rows.KvWrite(*range(len(rows.KvWrite._fields)))
 A = rows.Attention(*range(len(rows.Attention._fields)))
@@ -148,24 +149,11 @@ def sixteen_dots(element: str, size: int) -> Any:
                 rest = b.and_(dim, I64(15))
                 with b.if_then(b.icmp_signed("!=", rest, I64(0))):
                     add(b.sub(dim, rest), rest)
-            return _joined(b, [b.load(total) for total in sums])
+            return joined(b, [b.load(total) for total in sums])
 
         return f32x16(*[types.int64] * 4), codegen
 
     return dots
-
-
-def _joined(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
-    """Sixteen vectors → one: lane i is the sum of vector i, half added to half, as `tree` does it."""
-    width = LANES // 2
-    while width:
-        low = [i // width % 2 * LANES + i // (2 * width) * 2 * width + i % width for i in range(LANES)]
-        high = [i + width for i in low]
-        orders = [ir.Constant(VI, order) for order in (low, high)]
-        pairs = zip(vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :], strict=True)
-        vectors = [b.fadd(*(b.shuffle_vector(one, two, order) for order in orders)) for one, two in pairs]
-        width //= 2
-    return vectors[0]
 
 
 @inner
@@ -267,12 +255,20 @@ def page_functions(element: str) -> tuple[Any, Any, Any]:
 
 score_f32, mix_f32, mix_two_f32 = page_functions("f32")
 score_bf16, mix_bf16, mix_two_bf16 = page_functions("bf16")
+group_dots_f32, group_mix_f32 = group_functions("f32")
+group_dots_bf16, group_mix_bf16 = group_functions("bf16")
 
 
 @inner
 def score_page(row, q, keys, first, last):
     """Scores of rows [first, last) of a page; -inf in the other lanes."""
     v = score_bf16(row, q, keys) if word(row, A.item) == 2 else score_f32(row, q, keys)
+    return seen_scores(row, v, first, last)
+
+
+@inner
+def seen_scores(row, v, first, last):
+    """Dot products of a page → scores."""
     v = v * spread(types.float32(number(row, A.f64_scale)))
     cap = types.float32(number(row, A.f64_softcap))
     if cap > 0:
@@ -489,10 +485,27 @@ def slots_needed(row):
 
 
 @inner
+def attend_group(row, q, count, keys, below, first, last, slot, size, scores):
+    """One page for `count` heads. slot: of the first one's sums, `size` bytes from head to head."""
+    sums, v_dim = scores + 16 * 64, word(row, A.v_dim)
+    if word(row, A.item) == 2:
+        group_dots_bf16(row, q, keys, count, sums)
+    else:
+        group_dots_f32(row, q, keys, count, sums)
+    for h in range(count):
+        store_whole(scores + 64 * h, seen_scores(row, sum_lanes(sums + 1024 * h), first, last))
+        weigh_page(row, scores + 64 * h, slot + h * size + 4 * v_dim, slot + h * size)
+    if word(row, A.item) == 2:
+        group_mix_bf16(row, keys + below, first, last, count, scores, slot, size)
+    else:
+        group_mix_f32(row, keys + below, first, last, count, scores, slot, size)
+
+
+@inner
 def attend_range(row, t, kv_head, begin, stop, slot, scores):
     """All heads of one key head over pages [begin, stop): a page is read once for all of them.
 
-    slot: where their sums go, one after the other: v_dim floats, then a state.
+    slot: where their sums go, one after the other: v_dim floats, then a state. scores: SCORES bytes.
     """
     position = types.int64(load_i32(word(row, A.positions) + 4 * t))
     seq = types.int64(load_i32(word(row, A.seq) + 4 * t))
@@ -510,10 +523,15 @@ def attend_range(row, t, kv_head, begin, stop, slot, scores):
             prefetch_lines(following + below, lines)
         first = max(start_of(row, position) - 16 * c, 0)
         last = min(end_of(row, position, length) - 16 * c, 16)
-        for h in range(group):
-            store_whole(scores, score_page(row, q + 4 * h * k_dim, keys, first, last))
-            weigh_page(row, scores, slot + h * size + 4 * v_dim, slot + h * size)
-            mix_page(row, keys + below, first, last, scores, slot + h * size)
+        if k_dim & 63 or v_dim & 63:
+            for h in range(group):
+                store_whole(scores, score_page(row, q + 4 * h * k_dim, keys, first, last))
+                weigh_page(row, scores, slot + h * size + 4 * v_dim, slot + h * size)
+                mix_page(row, keys + below, first, last, scores, slot + h * size)
+            continue
+        for h in range(0, group, HEADS):
+            count, at = min(HEADS, group - h), slot + h * size
+            attend_group(row, q + 4 * h * k_dim, count, keys, below, first, last, at, size, scores)
 
 
 @inner
@@ -581,7 +599,7 @@ def attention() -> Any:
 
     def kernel(tid, nth, row):
         heads, tokens = word(row, A.heads), word(row, A.t)
-        states, scores = stack(2 * 16 * 128), stack(16 * 64)
+        states, scores = stack(2 * 16 * 128), stack(SCORES)
         memory = word(row, A.scratch) + tid * word(row, A.scratch_stride)
         if tokens <= FEW and slots_needed(row) * slot_bytes(word(row, A.v_dim)) <= SHARED_BYTES:
             attend_few(tid, nth, row, states, scores)

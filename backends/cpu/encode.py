@@ -191,7 +191,7 @@ def _linear(instr: micro.Dispatch, ops: Operands, bias: micro.BlockRef | None) -
 def _scratch(function: str, k: int, ops: Operands) -> tuple[tuple[int, int], int]:
     """((address, bytes) of each thread's scratch, multiplications a cycle) of a matrix product."""
     if function.startswith(("linear_vnni.", "linear_i8.", "linear_i8_tiles.")):
-        each = rows.RUN * rows.i8_row_bytes(k) + 512 * ((k + 31) // 32) + rows.TILE * rows.SUM_BLOCKS
+        each = rows.RUN * rows.i8_row_bytes(k) + (512 + rows.TILE) * rows.SUM_BLOCKS
         return (ops.scratch(each), each), 4 if function.startswith("linear_i8.") else 16
     if function.startswith("linear_amx."):
         each = rows.TILE_SCRATCH

@@ -259,7 +259,7 @@ TILE_SCRATCH = 2 * TILE * TILE_BLOCKS + TILE_RUNS * RUN * 128  # bytes: weight t
 
 
 TILED = 5  # tokens from which INT8 products use AMX tiles (amx_i8.py)
-SUM_BLOCKS = 8  # blocks whose sums lie in memory before they are scaled
+SUM_BLOCKS = 6  # blocks whose sums lie in memory before they are scaled
 FEW = 16  # tokens of a step whose keys are shared out among threads (attention.py)
 SHARED_BYTES = 1 << 20  # of their sums; steps that need more share out heads only
 

@@ -11,7 +11,7 @@ from flashrt.backend import ABORT, I64, U8, Compute, Memory
 from flashrt.backends.cpu import rows
 from flashrt.backends.cpu.encode import Encoded, Operands, aligned, encode
 from flashrt.ir import micro
-from flashrt.ir.types import Dim, Expr, evaluate, symbols_of
+from flashrt.ir.types import Expr, evaluate, symbols_of
 
 SOLO_CYCLES = 6000  # below this, waking the others costs more than they save
 SOLO = rows.Header._fields.index("solo")
@@ -23,7 +23,7 @@ class Code:
 
     table: int64[rows, ROW]. row_of: the row of each instruction (a bias has the row of the
     dispatch that it joins). patches: a size, and the places in the table (flat) that hold it.
-    costs: a row and its cycles, for rows whose cost depends on symbols. used: the words of the
+    costs: cycles, and the rows that take them, where these depend on symbols. used: the words of the
     symbols that any of these depend on: others change from step to step and mean no work here.
     shared: memory that kernels leave zeroed, unless a run is given up.
     """
@@ -36,7 +36,7 @@ class Code:
     row_of: tuple[int, ...]
     is_bias: I64
     patches: tuple[tuple[Expr, I64], ...]
-    costs: tuple[tuple[int, Dim], ...]
+    costs: tuple[tuple[Expr, I64], ...]
     keep: tuple[U8, ...]
     shared: tuple[U8, ...]
     words: I64 = field(init=False)
@@ -48,7 +48,7 @@ class Code:
         waits, signals, stamps = (a.ctypes.data for a in (self.waits, self.signals, self.stamps))
         words = rows.CodeWords(self.table.ctypes.data, len(self.table), waits, signals, stamps, abort)
         self.words = np.array(words, np.int64)
-        sizes = [expr for expr, _ in self.patches] + [cycles for _, cycles in self.costs]
+        sizes = [expr for expr, _ in self.patches] + [cycles for cycles, _ in self.costs]
         symbols = sorted({symbol for size in sizes for symbol in symbols_of(size)})
         self.used = np.array([self.memory.word_of(symbol) for symbol in symbols], np.int64)
 
@@ -66,8 +66,8 @@ class Code:
         flat = self.table.reshape(-1)
         for expr, places in self.patches:
             flat[places] = int(evaluate(expr, env))
-        for row, cycles in self.costs:
-            self.table[row, SOLO] = evaluate(cycles, env) < SOLO_CYCLES
+        for cycles, same in self.costs:
+            self.table[same, SOLO] = evaluate(cycles, env) < SOLO_CYCLES
         self.seen = now
 
     def stamped(self) -> I64:
@@ -148,7 +148,7 @@ def _code(
     count = len(builder.encoded)
     table = aligned(8 * rows.ROW * count).view(np.int64).reshape(count, rows.ROW)
     patches: dict[Expr, list[int]] = {}
-    costs = []
+    costs: dict[Expr, list[int]] = {}
     for r, (header, encoded) in enumerate(zip(builder.headers, builder.encoded, strict=True)):
         fields = (*header._replace(kernel=addresses[encoded.kernel]), *encoded.fields)
         assert len(fields) <= rows.ROW, fields
@@ -157,10 +157,10 @@ def _code(
                 patches.setdefault(value, []).append(r * rows.ROW + f)
             else:
                 table[r, f] = value
-        if symbols_of(encoded.cycles):
-            costs.append((r, encoded.cycles))
+        if isinstance(encoded.cycles, Expr):
+            costs.setdefault(encoded.cycles, []).append(r)
         else:
-            table[r, SOLO] = evaluate(encoded.cycles, {}) < SOLO_CYCLES
+            table[r, SOLO] = encoded.cycles < SOLO_CYCLES
     return Code(
         builder.memory,
         table,
@@ -169,8 +169,12 @@ def _code(
         np.zeros((count, 3), np.int64),
         row_of,
         np.array(is_bias, np.int64),
-        tuple((expr, np.array(places, np.int64)) for expr, places in patches.items()),
-        tuple(costs),
+        _grouped(patches),
+        _grouped(costs),
         (*ops.scratches.values(), *(e.keep for e in builder.encoded if e.keep is not None)),
         tuple(ops.commons.values()),
     )
+
+
+def _grouped(found: Mapping[Expr, list[int]]) -> tuple[tuple[Expr, I64], ...]:
+    return tuple((expr, np.array(places, np.int64)) for expr, places in found.items())

@@ -66,6 +66,19 @@ def muladd(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.V
     return call(builder, "llvm.fmuladd.v16f32", V, a, b, c)
 
 
+def joined(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
+    """Sixteen vectors → one: lane i is the sum of vector i, half added to half, as `tree` does it."""
+    width = LANES // 2
+    while width:
+        low = [i // width % 2 * LANES + i // (2 * width) * 2 * width + i % width for i in range(LANES)]
+        high = [i + width for i in low]
+        orders = [ir.Constant(VI, order) for order in (low, high)]
+        pairs = zip(vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :], strict=True)
+        vectors = [b.fadd(*(b.shuffle_vector(one, two, order) for order in orders)) for one, two in pairs]
+        width //= 2
+    return vectors[0]
+
+
 def tree(builder: ir.IRBuilder, value: ir.Value, join: Any) -> ir.Value:
     """Joins all lanes, always half with half."""
     step = LANES // 2

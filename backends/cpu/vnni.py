@@ -40,7 +40,7 @@ from flashrt.backends.cpu.intrinsics import (
     word,
 )
 from flashrt.backends.cpu.linear import Kernel, L, finish, zero
-from flashrt.backends.cpu.rows import RUN, TILED, i8_row_bytes
+from flashrt.backends.cpu.rows import RUN, SUM_BLOCKS, TILED, i8_row_bytes
 from flashrt.backends.cpu.share import channels_of, product_run, product_runs
 from flashrt.backends.cpu.tiles import Totals, ints, load_at, prefetch_ahead
 from flashrt.backends.cpu.vector import LANES, VI, call, load_whole, splat
@@ -181,12 +181,12 @@ def quantised_i8(bits: int, minimum: bool, vnni: bool, tiles: bool = False) -> K
 
     @inner
     def tiled_group(row, g, first, count, a, stride, acc, work):
-        """The same of at most 16 tokens. work: room for a group's quants, then for sums."""
+        """The same of at most 16 tokens. work: room for the quants of SUM_BLOCKS blocks, then for sums."""
         n, blocks = word(row, L.n), (word(row, L.k) + 31) >> 5
         q = operand(row, L.w_at, L.w) + g * blocks * block_bytes
         s = q + blocks * quant_bytes
         zero(acc, count)
-        tile_sums(q, s, s + 32 * blocks, blocks, a, stride, count, acc, work, work + 512 * blocks)
+        tile_sums(q, s, s + 32 * blocks, blocks, a, stride, count, acc, work, work + 512 * SUM_BLOCKS)
         for i in range(count):
             finish(row, load_whole(acc + 64 * i), first + i, 16 * g, n - 16 * g)
 

@@ -25,7 +25,7 @@ from flashrt.llm.scheduler import Array, Scheduler, Step
 from flashrt.llm.text import StopStrings, TextStream
 
 F32 = NDArray[np.float32]
-Call = Callable[[dict[str, Array], dict[str, int]], Mapping[str, Array]]
+Call = Callable[[dict[str, Array], dict[str, int], tuple[str, ...]], Mapping[str, Array]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,8 @@ def _texts(events: Yields[Event]) -> Yields[str]:
 class Generator:
     """Generates for many requests at once.
 
-    call: the model, inputs and symbols → logits f32[N,V], tokens i32[N]; it keeps the KV cache.
+    call: the model: inputs, symbols and the names of the outputs wanted → tokens i32[N], and logits f32[N,V]
+    when they are wanted. It keeps the KV cache.
     context: tokens of prompt and output together; the cache's pages limit it too.
     eos: token ids that end a text. pages: of the KV cache. text: makes a request's `TextStream`
     (`Chat.stream`); None for no text.
@@ -196,7 +197,7 @@ class Generator:
         events = []
         if step is not None:
             self._mark_started(step)
-            events = self._draw(step, self._call(step.inputs(), step.symbols()))
+            events = self._draw(step, self._call(step.inputs(), step.symbols(), self._wanted(step)))
         events += [self._finished(live, None) for live in self._nothing_to_draw]
         self._nothing_to_draw.clear()
         return events
@@ -278,6 +279,10 @@ class Generator:
             if self._live.get(id) is live:
                 self.cancel(id)
 
+    def _wanted(self, step: Step) -> tuple[str, ...]:
+        logits = any(self._live[id].sequence.request.logits for id in step.requests)
+        return ("tokens", "logits") if logits else ("tokens",)
+
     def _mark_started(self, step: Step) -> None:
         now = self._clock()
         for id in step.requests:
@@ -285,13 +290,15 @@ class Generator:
             live.started = now if live.started is None else live.started
 
     def _draw(self, step: Step, out: Mapping[str, Array]) -> list[Event]:
-        now = self._clock()
+        now, logits = self._clock(), out.get("logits")
         return [
-            self._drawn(self._live[sequence.id], int(out["tokens"][row]), now, out["logits"][row])
+            self._drawn(
+                self._live[sequence.id], int(out["tokens"][row]), now, None if logits is None else logits[row]
+            )
             for row, sequence in enumerate(self.scheduler.complete(step))
         ]
 
-    def _drawn(self, live: _Live, token: int, now: float, logits: Array) -> Event:
+    def _drawn(self, live: _Live, token: int, now: float, logits: Array | None) -> Event:
         sequence, ended = live.sequence, token in self.eos
         live.first, live.last = now if live.first is None else live.first, now
         sequence.append(token)

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +25,7 @@ from flashrt.llm.request import Sampling, Sequence
 
 Array = NDArray[np.generic]
 I32 = NDArray[np.int32]
+A = TypeVar("A", bound=NDArray[np.generic])
 GREEDY = Sampling()
 NO_HISTORY = np.empty(0, np.int32)
 
@@ -66,16 +70,15 @@ class Step:
         i32[T]: ids, positions, seq (row of `pages` of each token). pages: i32[S,M], unused entries 0.
         rows: i32[N], the tokens that give logits. history: i32[N,H], -1 where empty. The rest: [N].
         """
-        lengths = [p.end - p.start for p in self.parts]
-        ends = np.cumsum(lengths)
+        ends = list(accumulate(p.end - p.start for p in self.parts))
         last = [end - 1 for part, end in zip(self.parts, ends, strict=True) if part.draws]
         return {
             "ids": np.concatenate([p.tokens for p in self.parts]),
-            "positions": np.concatenate([np.arange(p.start, p.end, dtype=np.int32) for p in self.parts]),
-            "seq": np.repeat(np.arange(len(self.parts), dtype=np.int32), lengths),
-            "pages": self._pages(),
+            "positions": np.array([n for p in self.parts for n in range(p.start, p.end)], np.int32),
+            "seq": _rows_of(tuple(p.end - p.start for p in self.parts)),
+            "pages": _pages(tuple((p.table, pages_for(p.end)) for p in self.parts)),
             # a step that draws nothing still has one row, whose token nobody reads
-            "rows": np.array(last or [ends[-1] - 1], np.int32),
+            "rows": _numbers(tuple(last or [ends[-1] - 1])),
             **self._sampling(),
         }
 
@@ -98,30 +101,70 @@ class Step:
             for p in self.parts
         )
 
-    def _pages(self) -> I32:
-        pages = np.zeros((len(self.parts), pages_for(max(p.end for p in self.parts))), np.int32)
-        for row, part in zip(pages, self.parts, strict=True):
-            used = part.table.row[: pages_for(part.end)]
-            row[: len(used)] = used
-        return pages
-
     def _sampling(self) -> dict[str, Array]:
         rows = self.drawing
-        how = [p.sampling for p in rows] or [GREEDY]
-        longest = max((len(p.history) for p in rows), default=0)
-        history = np.full((len(how), history_size(longest)), -1, np.int32)
-        for row, part in zip(history, rows, strict=False):
-            row[: len(part.history)] = part.history
+        how = tuple((p.sampling, p.seed) for p in rows) or ((GREEDY, 0),)
         return {
-            "temperature": np.array([s.temperature for s in how], np.float32),
-            "top_k": np.array([s.top_k for s in how], np.int32),
-            "top_p": np.array([s.top_p for s in how], np.float32),
-            "min_p": np.array([s.min_p for s in how], np.float32),
-            "penalty": np.array([s.penalty for s in how], np.float32),
-            "seed": np.array([p.seed for p in rows] or [0], np.int64),
+            **_parameters(how),
             "draw": np.array([p.end for p in rows] or [0], np.int64),
-            "history": history,
+            "history": self._history(len(how)),
         }
+
+    def _history(self, count: int) -> I32:
+        rows = self.drawing
+        longest = max((len(p.history) for p in rows), default=0)
+        if not longest:
+            return _no_history(count)
+        history = np.full((count, history_size(longest)), -1, np.int32)
+        for row, part in zip(history, rows, strict=True):
+            row[: len(part.history)] = part.history
+        return history
+
+
+# A step that decodes is mostly like the one before. What is equal in both is one read-only array, made once
+# and, by the runtime, written once.
+def _read_only(array: A) -> A:
+    array.flags.writeable = False
+    return array
+
+
+@lru_cache(maxsize=64)
+def _numbers(values: tuple[int, ...]) -> I32:
+    return _read_only(np.array(values, np.int32))
+
+
+@lru_cache(maxsize=64)
+def _rows_of(lengths: tuple[int, ...]) -> I32:
+    """Which sequence each token is of."""
+    return _read_only(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+
+
+@lru_cache(maxsize=64)
+def _no_history(count: int) -> I32:
+    return _read_only(np.full((count, 1), -1, np.int32))
+
+
+@lru_cache(maxsize=64)
+def _pages(used: tuple[tuple[Table, int], ...]) -> I32:
+    """i32[S,M]: so many pages of each table, zeros behind."""
+    pages = np.zeros((len(used), max(count for _, count in used)), np.int32)
+    for row, (table, count) in zip(pages, used, strict=True):
+        row[:count] = table.row[:count]
+    return _read_only(pages)
+
+
+@lru_cache(maxsize=64)
+def _parameters(how: tuple[tuple[Sampling, int], ...]) -> dict[str, Array]:
+    """Arrays of each row's sampling and seed."""
+    arrays: dict[str, Array] = {
+        "temperature": np.array([s.temperature for s, _ in how], np.float32),
+        "top_k": np.array([s.top_k for s, _ in how], np.int32),
+        "top_p": np.array([s.top_p for s, _ in how], np.float32),
+        "min_p": np.array([s.min_p for s, _ in how], np.float32),
+        "penalty": np.array([s.penalty for s, _ in how], np.float32),
+        "seed": np.array([seed for _, seed in how], np.int64),
+    }
+    return {name: _read_only(array) for name, array in arrays.items()}
 
 
 def history_size(tokens: int) -> int:

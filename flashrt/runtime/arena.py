@@ -10,16 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
 from flashrt.backend import I64, U8, BlockSource, OpenDevice, Place
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
 from flashrt.ir.bounds import Bounds
-from flashrt.ir.types import Env, Weight, size
+from flashrt.ir.order import root_of
+from flashrt.ir.types import DTYPES, Env, TensorType, Weight, size
 from flashrt.layouts import aligned, packed_bytes
+
+NUMPY: Mapping[str, np.dtype[Any]] = {
+    "f64": np.dtype(np.float64), "f32": np.dtype(np.float32), "f16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16), "i64": np.dtype(np.int64), "i32": np.dtype(np.int32),
+    "i16": np.dtype(np.int16), "i8": np.dtype(np.int8), "u8": np.dtype(np.uint8), "bool": np.dtype(np.bool_),
+}  # fmt: skip
+assert set(NUMPY) == set(DTYPES)
 
 LOADERS = 4  # threads that read weights
 Owner = Literal["weights", "cache", "activations", "staging"]
@@ -161,6 +171,11 @@ def host_view(place: Place) -> U8:
     return place.buffer[place.offset : place.offset + place.bytes]
 
 
+def typed_view(place: Place, type: TensorType) -> NDArray[Any]:
+    """The elements of a place in host memory, flat."""
+    return host_view(place).view(NUMPY[type.dtype])
+
+
 class StreamMemory:
     """Memory of one stream. Slots are sized for the symbols' upper bounds."""
 
@@ -181,7 +196,7 @@ class StreamMemory:
         self._limits: dict[str, int] = {s.name: s.hi for s in stream.symbols} | dict(residents.env)
         self._bounds = Bounds.of(stream)
         self._slots = self._lay_out_slots()
-        self.inputs = tuple((s.input, self._slots[s.id]) for s in stream.slots if s.input)
+        self.inputs = tuple((s.input, typed_view(self._slots[s.id], s.type)) for s in stream.slots if s.input)
         self._rings = self._lay_out_rings()
         self._states = self._lay_out_states()
         for block, place in residents.blocks(stream):
@@ -218,9 +233,9 @@ class StreamMemory:
         return self._rings[self._blocks[block.name, block.device]]
 
     def arenas(self) -> Iterable[Place]:
-        """Every piece of activation memory, for poisoning between steps."""
-        inputs = {s.id for s in self.stream.slots if s.input}
-        return [place for slot, place in self._slots.items() if slot not in inputs]
+        """Every piece of activation memory, for poisoning between steps: all but the inputs."""
+        slots = {s.id: s for s in self.stream.slots}
+        return [place for slot, place in self._slots.items() if not slots[root_of(slot, slots)].input]
 
     def clear_ring(self) -> None:
         """Forgets every ring block: after an aborted step nothing there can be trusted."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, assert_never
@@ -25,7 +25,7 @@ from flashrt.ir.order import loaded_at_start
 from flashrt.ir.types import DTYPES, product, size
 from flashrt.runtime.arena import Residents, StreamMemory, host_view
 from flashrt.runtime.idle import Rests
-from flashrt.runtime.step import Arrays, bounds_of, read_output, write_step
+from flashrt.runtime.step import Arrays, StepWriter, read_output
 from flashrt.runtime.trace import StepTrace
 
 COMPUTE = "compute"
@@ -64,7 +64,7 @@ class Executor:
     ) -> None:
         self.stream, self.devices, self.host, self.poison = stream, residents.devices, host, poison
         self.memory = StreamMemory(stream, residents)
-        self._bounds = bounds_of(stream)
+        self._writer = StepWriter(self.memory)
         self._residents = residents
         self._outputs = {o.name: int(o.value.removeprefix("%")) for o in stream.outputs}
         self._types = {s.id: s.type for s in stream.slots}
@@ -93,12 +93,20 @@ class Executor:
             raise
 
     # ---- one step
-    def step(self, arrays: Arrays, env: Mapping[str, int], *, trace: bool = False) -> Any:
+    def step(
+        self,
+        arrays: Arrays,
+        env: Mapping[str, int],
+        *,
+        wanted: Collection[str] | None = None,
+        trace: bool = False,
+    ) -> Any:
         """Runs one step.
 
         Args:
             arrays: the graph's inputs, dtypes as theirs, shapes as their types at `env`.
             env: symbols and split variables.
+            wanted: names of the outputs to be given; None for all.
 
         Returns:
             (outputs by name, StepTrace or None).
@@ -113,7 +121,7 @@ class Executor:
             self.drain()
             for place in self.memory.arenas():
                 host_view(place)[:] = 0xFF
-        self._env = write_step(self.memory, self._bounds, arrays, {**env, **self._residents.env})
+        self._env = self._writer.write(arrays, {**env, **self._residents.env})
         begun = time.perf_counter_ns()
         with self._stopped_on_failure():
             self.epoch += 1
@@ -121,6 +129,7 @@ class Executor:
             outputs = {
                 name: read_output(self.memory, slot, self._types[slot], self._env)
                 for name, slot in self._outputs.items()
+                if wanted is None or name in wanted
             }
         self.took = time.perf_counter_ns() - begun
         if not trace:

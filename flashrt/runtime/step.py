@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,18 +14,13 @@ from flashrt.errors import RequestError
 from flashrt.ir import micro
 from flashrt.ir.ops import PAGE
 from flashrt.ir.order import root_of
-from flashrt.ir.types import DTYPES, FLOATS, Dim, Env, TensorType, evaluate, size, symbol_name
-from flashrt.runtime.arena import StreamMemory, host_view
-
-NUMPY: Mapping[str, np.dtype[Any]] = {
-    "f64": np.dtype(np.float64), "f32": np.dtype(np.float32), "f16": np.dtype(np.float16),
-    "bf16": np.dtype(ml_dtypes.bfloat16), "i64": np.dtype(np.int64), "i32": np.dtype(np.int32),
-    "i16": np.dtype(np.int16), "i8": np.dtype(np.int8), "u8": np.dtype(np.uint8), "bool": np.dtype(np.bool_),
-}  # fmt: skip
-assert set(NUMPY) == set(DTYPES)
+from flashrt.ir.types import DTYPES, FLOATS, Dim, Env, TensorType, evaluate, size, symbol_name, symbols_of
+from flashrt.runtime.arena import NUMPY, StreamMemory, host_view
 
 Arrays = Mapping[str, NDArray[Any]]
 Shape = tuple[Dim, ...]
+FEW = 32  # values from which numpy is quicker than a list
+REMEMBERED = 256  # sets of shapes
 _RANK = {"b": 0, "i": 1, "u": 1, "f": 2}  # numpy's kinds of numbers: each may become one of a higher rank
 
 # parameters of `sample`: (its argument, largest value)
@@ -127,6 +122,25 @@ def _as_array(name: str, type: TensorType, given: Any) -> NDArray[Any]:
     return converted
 
 
+class Binding:
+    """`bind` for the inputs of one program, which remembers: most steps have shapes seen before."""
+
+    def __init__(self, inputs: Mapping[str, TensorType]) -> None:
+        self._inputs = dict(inputs)
+        self._symbols = sorted({s for t in inputs.values() for d in t.shape for s in symbols_of(d)})
+        self._known: dict[Any, dict[str, int]] = {}
+
+    def __call__(self, arrays: Arrays, given: Mapping[str, int]) -> dict[str, int]:
+        key = (*[arrays[n].shape for n in self._inputs], *[given.get(s) for s in self._symbols])
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= REMEMBERED:
+                self._known.clear()
+            of_shapes = {s: given[s] for s in self._symbols if s in given}
+            found = self._known[key] = bind(self._inputs, arrays, of_shapes)
+        return {**found, **given}
+
+
 def bind(inputs: Mapping[str, TensorType], arrays: Arrays, given: Mapping[str, int]) -> dict[str, int]:
     """Symbols from the shapes of the arrays; `given` adds those in no shape.
 
@@ -154,24 +168,52 @@ def bind(inputs: Mapping[str, TensorType], arrays: Arrays, given: Mapping[str, i
 
 
 # ---- in and out ----------------------------------------------------------------------
-def write_step(
-    memory: StreamMemory, bounds: tuple[Bound, ...], arrays: Arrays, given: Mapping[str, int]
-) -> dict[str, int]:
-    """Writes words and inputs; gives every symbol and split variable of the step.
+class StepWriter:
+    """Writes what changes from step to step into the memory of one stream, after checking it.
 
-    arrays: of the inputs' dtypes and of their shapes at `given`.
-
-    Raises RequestError for a symbol or an index outside its range; then nothing is written.
+    An array that nobody can write to, and that is the very one of the step before, is neither checked
+    nor written again: most inputs of a step that decodes are.
     """
-    env = _chosen(memory.stream, given)
-    for bound in bounds:
-        _check(bound, arrays[bound.input], evaluate(bound.hi, {**given, **env}))
-    for name, value in env.items():
-        memory.words[memory.word_of(name)] = value
-    for name, place in memory.inputs:
-        flat = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
-        host_view(place)[: flat.size] = flat
-    return env
+
+    def __init__(self, memory: StreamMemory) -> None:
+        self._memory, self._bounds = memory, bounds_of(memory.stream)
+        self._checked: list[tuple[NDArray[Any], float] | None] = [None] * len(self._bounds)
+        self._written: dict[int, NDArray[Any]] = {}  # by slot: several devices may have one of an input
+
+    def write(self, arrays: Arrays, given: Mapping[str, int]) -> dict[str, int]:
+        """Writes words and inputs; gives every symbol and split variable of the step.
+
+        arrays: of the inputs' dtypes and of their shapes at `given`.
+
+        Raises RequestError for a symbol or an index outside its range; then nothing is written.
+        """
+        memory = self._memory
+        env = _chosen(memory.stream, given)
+        self._check({**given, **env}, arrays)
+        for name, value in env.items():
+            memory.words[memory.word_of(name)] = value
+        for slot, (name, flat) in enumerate(memory.inputs):
+            array = arrays[name]
+            if self._written.get(slot) is array and _final(array):
+                continue
+            self._written.pop(slot, None)  # first: Ctrl-C may strike while the bytes change
+            flat[: array.size] = array.reshape(-1)
+            if _final(array):
+                self._written[slot] = array
+        return env
+
+    def _check(self, env: Env, arrays: Arrays) -> None:
+        for i, bound in enumerate(self._bounds):
+            array, hi, known = arrays[bound.input], evaluate(bound.hi, env), self._checked[i]
+            if known is not None and known[0] is array and known[1] == hi and _final(array):
+                continue
+            _check(bound, array, hi)
+            self._checked[i] = (array, hi) if _final(array) else None
+
+
+def _final(array: NDArray[Any]) -> bool:
+    """Whether its values stay as they are: it is read-only, and no view of what may be written elsewhere."""
+    return array.base is None and not array.flags.writeable
 
 
 def _chosen(stream: micro.Stream, given: Mapping[str, int]) -> dict[str, int]:
@@ -191,7 +233,12 @@ def _chosen(stream: micro.Stream, given: Mapping[str, int]) -> dict[str, int]:
 def _check(bound: Bound, values: NDArray[Any], hi: float) -> None:
     if not values.size:
         return
-    least, most = values.min(), values.max()
+    if values.size <= FEW:
+        listed = values.reshape(-1).tolist()
+        # min and max of a list may step over a NaN
+        least, most = (min(listed), max(listed)) if all(v == v for v in listed) else (np.nan, np.nan)
+    else:
+        least, most = values.min(), values.max()
     if not (least >= 0 and most <= hi):  # NaN compares false
         bad = most if least >= 0 else least
         raise RequestError(f"input {bound.input}: {bound.what} {bad} is outside 0…{hi}")
@@ -200,5 +247,5 @@ def _check(bound: Bound, values: NDArray[Any], hi: float) -> None:
 def read_output(memory: StreamMemory, slot: int, type: TensorType, env: Env) -> NDArray[Any]:
     """A copy of an output slot, of type `type`, with this step's shape."""
     shape = [size(d, env) for d in type.shape]
-    count = int(np.prod(shape, dtype=np.int64)) * DTYPES[type.dtype]
+    count = math.prod(shape) * DTYPES[type.dtype]
     return host_view(memory.slot(slot))[:count].view(NUMPY[type.dtype]).reshape(shape).copy()

@@ -41,7 +41,7 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def recorded(call: spine.Call, logits: list[np.ndarray]) -> spine.Call:
     """The same call; the logits of every step are kept."""
 
-    def recording(inputs: Any, symbols: Any) -> Any:
+    def recording(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
         outputs = call(inputs, symbols)
         logits.append(outputs["logits"].copy())
         return outputs

@@ -39,9 +39,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int, int]
     seen: list[tuple[int, int, int]] = []
     run = Program.call
 
-    def stepped(self: Program, inputs: Any, symbols: Any) -> Any:
+    def stepped(self: Program, inputs: Any, symbols: Any, outputs: Any = None) -> Any:
         seen.append((symbols["T"], symbols["S"], symbols["C"]))
-        return run(self, inputs, symbols)
+        return run(self, inputs, symbols, outputs)
 
     monkeypatch.setattr(Program, "call", stepped)
     yield seen
@@ -107,9 +107,9 @@ def test_rates_are_tokens_over_time(plan: str, monkeypatch: pytest.MonkeyPatch) 
     """With steps of a known length: one of 20 ms reads the prompt, one generates a token of each sequence."""
     run = Program.call
 
-    def slow(self: Program, inputs: Any, symbols: Any) -> Any:
+    def slow(self: Program, inputs: Any, symbols: Any, outputs: Any = None) -> Any:
         time.sleep(0.02)
-        return run(self, inputs, symbols)
+        return run(self, inputs, symbols, outputs)
 
     monkeypatch.setattr(Program, "call", slow)
     facts = measured(plan, "-p", "30", "-n", "5", "--batch", "1,2", "--repeats", "3")

@@ -87,7 +87,7 @@ def test_cuts_moved_every_step(shared: Plan, plain: Any) -> None:
     splits = splits_of(shared)
     moved: set[tuple[str, int]] = set()
 
-    def call(inputs: Any, symbols: Any) -> Any:
+    def call(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
         step = next(steps)
         at = {name: s.positions[(step + k) % len(s.positions)] for k, (name, s) in enumerate(splits.items())}
         large = len(inputs["ids"]) > 16
@@ -131,7 +131,7 @@ def test_a_null_device_that_gets_no_channel(plain: Any) -> None:
     nodes = [n for v in made.variants for n in v.physical.nodes if n.device == "null:0"]
     assert {n.op for n in nodes if n.shard is None} <= {"merge", "transfer"}
 
-    def call(inputs: Any, symbols: Any) -> Any:
+    def call(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
         splits = made.variants[len(inputs["ids"]) > 16].physical.splits
         return program.call(inputs, {**symbols, **{s.name: s.positions[-1] for s in splits}})
 

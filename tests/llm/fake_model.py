@@ -51,7 +51,7 @@ def draw(links: list[int], sampling: tuple[float, ...], seed: int, at: int, hist
 
 @dataclass
 class FakeModel:
-    """call(inputs, symbols) like a compiled model's. limits: what its memory is sized for."""
+    """call(inputs, symbols, outputs) like a compiled model's. limits: what its memory is sized for."""
 
     pages: int
     limits: Mapping[str, int]
@@ -63,7 +63,9 @@ class FakeModel:
         self.cache = poison.integers(0, MODULUS, (self.pages, PAGE))
         self.logits = np.zeros((self.limits["N"], self.vocabulary), np.float32)
 
-    def __call__(self, inputs: dict[str, Any], symbols: dict[str, int]) -> dict[str, Any]:
+    def __call__(
+        self, inputs: dict[str, Any], symbols: dict[str, int], outputs: tuple[str, ...]
+    ) -> dict[str, Any]:
         self._check(inputs, symbols)
         self.steps.append(symbols)
         for token, position, seq in zip(inputs["ids"], inputs["positions"], inputs["seq"], strict=True):
@@ -74,7 +76,8 @@ class FakeModel:
         logits = self.logits[: len(tokens)]
         logits[:] = 0
         logits[np.arange(len(tokens)), tokens] = 1
-        return {"tokens": np.array(tokens, np.int32), "logits": logits}
+        found = {"tokens": np.array(tokens, np.int32), "logits": logits}
+        return {name: found[name] for name in outputs}
 
     def _read(self, table: Any, position: int) -> int:
         return int(self.cache[table[position // PAGE], position % PAGE])

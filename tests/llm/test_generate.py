@@ -319,10 +319,10 @@ def test_a_failed_step_can_be_tried_again() -> None:
     model = fake(CONTEXT, 64, 4, 8)
     calls = 0
 
-    def flaky(inputs: Any, symbols: Any) -> Any:
+    def flaky(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
         nonlocal calls
         calls += 1
-        out = model(inputs, symbols)
+        out = model(inputs, symbols, outputs)
         if calls in (2, 4):
             raise DeviceError("lost")
         return out
@@ -346,9 +346,9 @@ def test_figures() -> None:
     """A clock that the model moves by a tenth of a second a step."""
     model, now = fake(CONTEXT, 64, 8, 1), [0.0]
 
-    def slow(inputs: Any, symbols: Any) -> Any:
+    def slow(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
         now[0] += 0.1
-        return model(inputs, symbols)
+        return model(inputs, symbols, outputs)
 
     engine, _ = generator(tokens=8, sequences=1, model=slow, clock=lambda: now[0])
     how = Sampling(max_tokens=5, ignore_eos=True)

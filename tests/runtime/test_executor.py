@@ -175,7 +175,7 @@ class Pressed:
 
 
 @pytest.mark.parametrize("at", [1, 2])
-@pytest.mark.parametrize("where", ["post", "_run", "_raise", "_stop", "write_step", "read_output"])
+@pytest.mark.parametrize("where", ["post", "_run", "_raise", "_stop", "write", "read_output"])
 def test_ctrl_c(run: Any, monkeypatch: pytest.MonkeyPatch, where: str, at: int) -> None:
     """Wherever it strikes, once or while the first is dealt with, the next step is right."""
     executor, _ = run(AHEAD)
@@ -187,6 +187,8 @@ def test_ctrl_c(run: Any, monkeypatch: pytest.MonkeyPatch, where: str, at: int) 
         monkeypatch.setattr(executor, where, Pressed(getattr(executor, where), at))
         if where == "_stop":  # the second Ctrl-C, while lanes are being stopped
             monkeypatch.setattr(executor, "_run", Pressed(executor._run, 1))
+    elif where == "write":
+        monkeypatch.setattr(executor._writer, where, Pressed(executor._writer.write, at))
     else:
         monkeypatch.setattr(module, where, Pressed(getattr(module, where), at))
     pressed = 0

@@ -110,7 +110,7 @@ def disturbed(program: Program, follower: Follower) -> Callable[[Any, Any], Any]
     """The program with a sample after each step; the far device is busy in every other dozen of them."""
     steps = iter(range(1 << 30))
 
-    def call(inputs: Any, symbols: Any) -> Any:
+    def call(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
         n = next(steps)
         outputs = program.call(inputs, symbols)
         follower.sampled(Seen(n * 0.9, 0.9 if n // 8 % 2 else 0.0))
@@ -136,7 +136,7 @@ def test_the_same_bits_wherever_the_loop_moves_the_splits(ids: tuple[str, str], 
         program.mover = follower = Follower(program, PERIOD, clock=lambda: 0.0)
         seen: set[Any] = set()
 
-        def call(inputs: Any, symbols: Any) -> Any:
+        def call(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
             outputs = inner(inputs, symbols)
             seen.add(tuple(program.last.env[s.name] for s in plan.variants[0].stream.splits))  # type: ignore[union-attr]
             return outputs
@@ -154,7 +154,7 @@ def test_lanes_that_rest_do_not_run_and_are_not_waited_for() -> None:
     near = {s.name: s.positions[-1] for s in splits}
     with opened(plan) as program:
         program.devices["reference:1"].run = None  # type: ignore[method-assign, assignment]
-        tokens, _ = generate(lambda inputs, symbols: program.call(inputs, {**symbols, **near}), 5)
+        tokens, _ = generate(lambda inputs, symbols, _: program.call(inputs, {**symbols, **near}), 5)
         assert len(tokens) == 5
         assert program.last is not None
         assert {d for (d, _), (ran, _) in program.last.spent().items() if ran} == {"reference:0"}
@@ -249,7 +249,7 @@ def test_steps_at_other_positions_count_for_nothing() -> None:
     with opened(split_plan(REFERENCE)) as program:
         program.mover = follower = Follower(program, PERIOD, clock=lambda: 0.0)
         told: list[str] = []
-        generate(lambda inputs, symbols: program.call(inputs, {**symbols, "s": 128}), 3)
+        generate(lambda inputs, symbols, _: program.call(inputs, {**symbols, "s": 128}), 3)
         follower.sampled(Seen(1.0, 0.0), lambda *seen: told.append(seen[0]))
         assert told == []
         generate(program.call, 3)
@@ -267,7 +267,7 @@ def test_memory_of_a_neighbour_that_jumps_moves_nothing(tmp_path: Path) -> None:
         program.mover = follower = Follower(program, PERIOD, clock=lambda: now)
         sampler.listen(lambda live: follower.sampled(live, sampler.observe))
 
-        def call(inputs: Any, symbols: Any) -> Any:
+        def call(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
             nonlocal now
             outputs = program.call(inputs, symbols)
             now += 0.15

@@ -13,7 +13,7 @@ from flashrt.errors import RequestError
 from flashrt.ir.text import read_micro
 from flashrt.ir.types import TensorType, read_type, sym
 from flashrt.runtime.arena import Residents, StreamMemory
-from flashrt.runtime.step import as_arrays, bind, bounds_of, read_output, write_step
+from flashrt.runtime.step import Binding, StepWriter, as_arrays, bind, bounds_of, read_output
 from tests.passes.examples import device
 
 STREAM = """\
@@ -135,7 +135,7 @@ def test_a_symbol_in_no_shape_of_its_own_must_be_given() -> None:
 # ---- written --------------------------------------------------------------------------
 def test_words_and_inputs_are_written() -> None:
     into = memory()
-    env = write_step(into, bounds_of(into.stream), inputs(), ENV)
+    env = StepWriter(into).write(inputs(), ENV)
     assert env == {**ENV, "s": 16}
     assert {n: int(into.words[into.word_of(n)]) for n in env} == env
     type_of = {slot.id: slot.type for slot in into.stream.slots}
@@ -160,7 +160,7 @@ def test_an_index_outside_is_refused_and_nothing_written(given: dict[str, Any], 
     into = memory()
     before = into.words.copy()
     with pytest.raises(RequestError, match=says):
-        write_step(into, bounds_of(into.stream), inputs(**given), ENV)
+        StepWriter(into).write(inputs(**given), ENV)
     assert (into.words == before).all()
 
 
@@ -168,7 +168,61 @@ def test_an_index_outside_is_refused_and_nothing_written(given: dict[str, Any], 
 def test_a_symbol_outside_its_range(name: str, value: int) -> None:
     into = memory()
     with pytest.raises(RequestError, match=f"{name}={value}"):
-        write_step(into, bounds_of(into.stream), inputs(), {**ENV, name: value})
+        StepWriter(into).write(inputs(), {**ENV, name: value})
+
+
+def read_only(values: dict[str, Any]) -> dict[str, Any]:
+    for array in values.values():
+        array.flags.writeable = False
+    return values
+
+
+def test_the_same_read_only_array_is_written_once() -> None:
+    into = memory()
+    writer, given = StepWriter(into), read_only(inputs())
+    writer.write(given, ENV)
+    (ids,) = (flat for name, flat in into.inputs if name == "ids")
+    ids[:] = 9  # shows whether it is written again
+    writer.write(given, ENV)
+    assert ids[:3].tolist() == [9, 9, 9]
+    writer.write({**given, **read_only({"ids": given["ids"].copy()})}, ENV)
+    assert ids[:3].tolist() == [1, 2, 3]
+
+
+def test_an_array_that_may_change_is_written_each_time() -> None:
+    """Writeable, or a view of something writeable, however the array itself is flagged."""
+    into = memory()
+    writer, given, behind = StepWriter(into), inputs(), np.array([1, 2, 3], np.int32)
+    view = behind[:]
+    view.flags.writeable = False
+    for ids, change in ((given["ids"], given["ids"]), (view, behind)):
+        writer.write({**given, "ids": ids}, ENV)
+        change[0] = 7
+        writer.write({**given, "ids": ids}, ENV)
+        (flat,) = (flat for name, flat in into.inputs if name == "ids")
+        assert flat[:3].tolist() == [7, 2, 3]
+        change[0] = 10
+        with pytest.raises(RequestError, match="token id 10"):
+            writer.write({**given, "ids": ids}, ENV)
+
+
+def test_the_same_array_is_checked_again_where_its_bound_moved() -> None:
+    into = memory()
+    writer, given = StepWriter(into), read_only(inputs())
+    writer.write(given, ENV)
+    with pytest.raises(RequestError, match="position 31 is outside 0…15"):
+        writer.write({**given, "pages": np.array([[7]], np.int32)}, {**ENV, "M": 1})
+
+
+def test_shapes_seen_before_give_the_same_symbols() -> None:
+    bound = Binding(TYPES)
+    for _ in range(2):
+        arrays = {"x": np.zeros((3, 4)), "ids": np.zeros(3)}
+        assert bound(arrays, {"C": 7, "s": 1}) == {"T": 3, "C": 7, "s": 1}
+        assert bound(arrays, {"C": 7}) == {"T": 3, "C": 7}
+        assert bound({"x": np.zeros((2, 4)), "ids": np.zeros(2)}, {"C": 8}) == {"T": 2, "C": 8}
+        with pytest.raises(RequestError, match="shape"):
+            bound(arrays, {"T": 2})
 
 
 SAMPLED = """\
@@ -193,11 +247,11 @@ def test_sampling_parameters_are_bounded() -> None:
     into = StreamMemory(stream, Residents(on, Zeros(), {}))
     good = {n: np.zeros((1, 3) if n == "history" else 1, f"{kind[0]}{int(kind[1:]) // 8}")
             for n, kind in kinds.items()}  # fmt: skip
-    write_step(into, bounds_of(stream), good, {"N": 1})
+    StepWriter(into).write(good, {"N": 1})
     for name, bad in [("min_p", 1.5), ("min_p", np.nan), ("top_p", -1), ("temperature", np.inf),
                       ("temperature", np.nan), ("penalty", np.nan)]:  # fmt: skip
         with pytest.raises(RequestError, match=f"input {name}: {name}"):
-            write_step(into, bounds_of(stream), {**good, name: np.array([bad], np.float32)}, {"N": 1})
+            StepWriter(into).write({**good, name: np.array([bad], np.float32)}, {"N": 1})
 
 
 def test_a_host_row_of_attention_is_bounded_too() -> None:

@@ -111,7 +111,7 @@ def moving(program: Program, splits: tuple[physical.Split, ...]) -> Call:
     """The program with every split at another position in every step."""
     steps = iter(range(1 << 30))
 
-    def call(inputs: Any, symbols: Any) -> Any:
+    def call(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
         step = next(steps)
         at = {s.name: s.positions[(step + k) % len(s.positions)] for k, s in enumerate(splits)}
         return program.call(inputs, {**symbols, **at})
@@ -128,7 +128,7 @@ def test_split_moved_every_step(plain: Result) -> None:
 def test_split_outside_its_positions_is_refused() -> None:
     graph, stream = split_stream()
     with opened(a_plan((graph, stream))) as program, pytest.raises(RequestError, match="split s=33"):
-        generate(lambda inputs, symbols: program.call(inputs, {**symbols, "s": 33}))
+        generate(lambda inputs, symbols, _: program.call(inputs, {**symbols, "s": 33}))
 
 
 def weight_bytes(stream: micro.Stream) -> int:
@@ -173,7 +173,7 @@ def test_variants_swapped_by_the_number_of_tokens(plain: Result) -> None:
     used = set()
     with opened(plan) as program:
 
-        def call(inputs: Any, symbols: Any) -> Any:
+        def call(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
             used.add(len(inputs["ids"]) > 16)
             return program.call(inputs, symbols)
 
@@ -189,7 +189,7 @@ def test_programs_swapped_in_mid_generation(plain: Result) -> None:
     executors = [Executor(s, residents, host, poison=True) for s in streams]
     turn = iter(range(1 << 30))
 
-    def call(inputs: Any, symbols: Any) -> Any:
+    def call(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
         executor = executors[next(turn) % len(executors)]
         outputs, _ = executor.step(inputs, symbols)
         executor.drain()
@@ -277,7 +277,7 @@ def test_failed_lane_is_an_error_and_the_next_step_is_clean(plain: Result) -> No
     failures: Iterator[int] = iter(range(10))
     with opened(a_plan((plan.physical, plan.stream)), source) as program:
 
-        def call(inputs: Any, symbols: Any) -> Any:
+        def call(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
             try:
                 return program.call(inputs, symbols)
             except ModelError as error:
@@ -293,7 +293,7 @@ def test_index_outside_is_refused_before_anything_runs() -> None:
     plan = planned()
     with opened(a_plan((plan.physical, plan.stream))) as program:
 
-        def call(inputs: Any, symbols: Any) -> Any:
+        def call(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
             return program.call({**inputs, "ids": np.full_like(inputs["ids"], 96)}, symbols)
 
         with pytest.raises(RequestError, match="token id 96 is outside"):
