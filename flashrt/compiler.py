@@ -102,7 +102,7 @@ def compile_model(
         key=key,
         version=flashrt.__version__,
         options=asdict(options),
-        logical=planned[variants[0].name].logical,
+        graph=planned[variants[0].name].logical,
         variants=tuple(variants),
         machine=machine,
         weights=imported.weights,

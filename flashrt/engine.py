@@ -235,11 +235,19 @@ def open_plan(
             failed.callback(device.close)
             if on_progress is not None and hasattr(device, "progress"):
                 device.progress = on_progress
-        host = _backend("reference").open(replace(plan.machine.devices[0], kind="reference", id="host"))
+        host = _open_host(plan)
         poison = poison or knobs.POISON.get()
         ready = Program(plan, opened, host, pages=pages, source=source, poison=poison)
         failed.pop_all()
     return ready
+
+
+def _open_host(plan: Plan) -> OpenDevice | None:
+    """The reference device for host rows; None for a plan without any, which starts sooner."""
+    instrs = (i for v in plan.variants for i in v.stream.instrs)
+    if not any(isinstance(i, micro.Dispatch) and i.kernel.startswith("host.") for i in instrs):
+        return None
+    return _backend("reference").open(replace(plan.machine.devices[0], kind="reference", id="host"))
 
 
 def _check_device(plan: Plan, spec: Device, backend: Backend) -> None:
@@ -490,6 +498,7 @@ class LLM:
                 hint="run it with flashrt.load(...).call(inputs)",
             )
         self.chat = Chat(self.plan.chat)
+        self.chat.prepare()
         self.context = self.plan.chat.context
         free = snapshot.snapshot().devices[0].free
         pages = page_count(self.plan, self.context, sequences, free)
@@ -575,8 +584,9 @@ class LLM:
 
 def vocabulary(plan: Plan) -> int:
     """How many token ids the model knows: the columns of its logits."""
-    logits = next(o.value for o in plan.logical.outputs if o.name == "logits")
-    return size(next(n for n in plan.logical.nodes if n.name == logits).type.shape[-1], {})
+    stream = plan.variants[0].stream
+    logits = next(o.value.removeprefix("%") for o in stream.outputs if o.name == "logits")
+    return size(next(s for s in stream.slots if str(s.id) == logits).type.shape[-1], {})
 
 
 def page_count(plan: Plan, context: int, sequences: int, free: int | None = None) -> int:

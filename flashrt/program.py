@@ -83,10 +83,11 @@ class Variant:
         return self.read()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Everything a run needs besides the weight bytes.
 
+    graph: the logical graph or what reads it: running a plan doesn't need it.
     key: identifies model, options, machine and code; two equal keys are the same plan.
     options: what the user asked for, as text, for `explain`.
     folder: where it lies on disk; None while it is in memory only.
@@ -96,7 +97,7 @@ class Plan:
     key: str
     version: str
     options: Mapping[str, Any]
-    logical: logical.Graph
+    graph: logical.Graph | Callable[[], logical.Graph] = field(compare=False, repr=False)
     variants: tuple[Variant, ...]
     machine: Machine
     weights: WeightIndex
@@ -105,9 +106,14 @@ class Plan:
     packed: Path | None = None
     folder: Path | None = field(default=None, compare=False)
 
+    @cached_property
+    def logical(self) -> logical.Graph:
+        """The logical graph. Raises ParseError when its text, where it was read from, doesn't parse."""
+        return self.graph() if callable(self.graph) else self.graph
+
     @property
     def inputs(self) -> dict[str, TensorType]:
-        return {i.name: i.type for i in self.logical.inputs}
+        return {i.name: i.type for i in self.variants[0].stream.inputs}
 
     def source(self) -> PackedSource | IndexSource:
         """Opens the weight bytes. Raises ModelError when a file is missing or has changed."""
@@ -284,6 +290,7 @@ def _read(folder: Path, edited: bool) -> Plan:
     manifest = read_manifest(folder)
     try:
         read = _Reader(folder, manifest["files"], edited)
+        graph = read.later(text.read_logical, "model.logical")
         variants = tuple(_variant(v, read, edited) for v in manifest["variants"])
         chat = None
         if "chat.json" in manifest["files"]:
@@ -294,7 +301,7 @@ def _read(folder: Path, edited: bool) -> Plan:
             key=manifest["key"],
             version=manifest["flashrt"],
             options=manifest["options"],
-            logical=read.level(text.read_logical, "model.logical"),
+            graph=graph() if edited else graph,
             variants=variants,
             machine=read.level(from_json, "machine.json"),
             weights=index_from_json(read.text("weights.json")),
@@ -407,7 +414,7 @@ class Mover(Protocol):
 class Program:
     """A plan opened on devices. `call` is the one entry; the language-model engine is a client of it.
 
-    devices: open devices by id; the program closes them. host: the reference device for host rows.
+    devices: open devices by id; the program closes them. host: the reference device for host rows, if any.
     pages: size of the paged KV cache, in pages (0 for a model without one).
     source: where weights come from, in place of the plan's own; the caller closes it.
 
@@ -420,7 +427,7 @@ class Program:
         self,
         plan: Plan,
         devices: Mapping[str, OpenDevice],
-        host: OpenDevice,
+        host: OpenDevice | None,
         *,
         pages: int = 0,
         source: BlockSource | None = None,
@@ -444,7 +451,8 @@ class Program:
             own = source = plan.source()
             self._held.callback(own.close)
         for device in (*devices.values(), host):
-            self._held.callback(device.close)
+            if device is not None:
+                self._held.callback(device.close)
         self.residents = Residents(devices, source, {"P": pages} if pages else {})
         self._executors: dict[str, Executor] = {}
         self._last: Executor | None = None

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing import shared_memory
 
 import numpy as np
 
@@ -113,6 +112,8 @@ memory.close()
 
 def _round_trip(cpu: int, other: int, seconds: float) -> float | None:
     """The median seconds until a word that one core writes has come back from another core."""
+    from multiprocessing import shared_memory  # only here: a command that runs a plan starts sooner
+
     try:
         memory = shared_memory.SharedMemory(create=True, size=128)
     except OSError:  # no /dev/shm, or it is full

@@ -10,7 +10,7 @@ from flashrt.llm.request import Request, Sampling
 from tests.tiny import CONTEXT
 
 PAGES = 48
-Call = Callable[[Any, Any], Any]  # inputs, symbols → outputs
+Call = Callable[[Any, Any, Any], Any]  # inputs, symbols, names of outputs → outputs
 Result = list[tuple[tuple[int, ...], bytes]]  # tokens and logits of each prompt
 
 

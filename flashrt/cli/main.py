@@ -13,6 +13,7 @@ from flashrt.cli.devices import devices
 from flashrt.cli.explain import explain
 from flashrt.cli.run import run_
 from flashrt.cli.terminal import Commands, show
+from flashrt.cli.values import PlainCommand
 
 app = typer.Typer(
     cls=Commands,
@@ -21,11 +22,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("compile")(compile_)
-app.command("run")(run_)
-app.command("bench")(bench)
-app.command("explain")(explain)
-app.command("devices")(devices)
+app.command("compile", cls=PlainCommand)(compile_)
+app.command("run", cls=PlainCommand)(run_)
+app.command("bench", cls=PlainCommand)(bench)
+app.command("explain", cls=PlainCommand)(explain)
+app.command("devices", cls=PlainCommand)(devices)
 
 
 @app.callback(invoke_without_command=True)

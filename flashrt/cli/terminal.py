@@ -20,16 +20,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperCommand, TyperGroup
 
 from flashrt import knobs
+from flashrt.cli.values import PlainCommand, PlainGroup
 from flashrt.errors import FlashrtError
 
 WIDE = 160  # columns of a table where there is no terminal to fit
 
 
 # ---- errors ------------------------------------------------------------------------
-class Commands(TyperGroup):
+class Commands(PlainGroup):
     """A command line whose errors a user can repair are one message and exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -37,7 +37,7 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
 
 
-class Command(TyperCommand):
+class Command(PlainCommand):
     """The same for a program that is one command."""
 
     def invoke(self, ctx: Any) -> Any:

@@ -54,6 +54,10 @@ class Expr:
         return _sum([other, self * -1])
 
     def __mul__(self, other: Dim) -> Dim:
+        if not isinstance(other, Expr):  # the usual case: the terms stay in their order
+            scaled = tuple((monomial, c * other) for monomial, c in self.terms)
+            if all(c != 0 for _, c in scaled):
+                return Expr(scaled)
         out: dict[Monomial, int | float] = {}
         for left, a in self.terms:
             for right, b in _terms(other):
@@ -294,8 +298,13 @@ def read_type(text: str) -> TensorType:
     return TensorType(match[1], tuple(read_dim(d) for d in split_top(match[2])))
 
 
+_NESTED = re.compile(r"[\[\](){}\"]")
+
+
 def split_top(text: str, by: str = ",") -> list[str]:
     """Splits at `by` outside brackets and quotes; '' gives []."""
+    if not _NESTED.search(text):
+        return text.split(by) if text else []
     parts, depth, quoted, last, i = [], 0, False, 0, 0
     while i < len(text):
         c = text[i]

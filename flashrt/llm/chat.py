@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
 
 from flashrt.errors import ModelError, RequestError, UnsupportedModel
@@ -44,7 +45,17 @@ class Chat:
 
     def __init__(self, facts: ChatFacts) -> None:
         self.facts = facts
-        self._lock = Lock()
+        self._lock, self._loading = Lock(), Lock()
+        self._loaded: Any = None
+
+    def prepare(self) -> None:
+        """Begins to load the tokenizer on another thread; whoever needs it first waits for that."""
+
+        def load() -> None:
+            with suppress(ModelError):  # it comes again where the tokenizer is needed
+                _ = self._tokenizer
+
+        Thread(target=load, name="flashrt-tokenizer", daemon=True).start()
 
     # --- ids → text
 
@@ -133,38 +144,47 @@ class Chat:
 
     # --- loaded at first use
 
-    @cached_property
+    @property
     def _tokenizer(self) -> Any:
-        from tokenizers import Tokenizer  # not at import: 0.1 s that a plan's tools don't need
-
-        try:
-            return Tokenizer.from_str(self.facts.tokenizer)
-        except Exception as error:  # the package raises plain Exception
-            raise ModelError(f"the model's tokenizer can't be loaded: {error}") from None
+        with self._loading:
+            if self._loaded is None:
+                self._loaded = _load(self.facts.tokenizer)
+        return self._loaded
 
     @cached_property
     def _pieces(self) -> _Pieces:
-        return _Pieces(self.facts.tokenizer)
+        return _Pieces(self._tokenizer, self.facts.tokenizer)
 
     @cached_property
     def _template(self) -> Any:
         return _compile(self.facts.template)
 
 
-class _Pieces:
-    """How tokens stand for bytes, from the text of a tokenizer.json.
+def _load(text: str) -> Any:
+    """The tokenizer of a tokenizer.json. Raises ModelError. Other threads run Python meanwhile."""
+    from tokenizers import Tokenizer  # not at import: 0.1 s that a plan's tools don't need
 
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # the package raises plain Exception
+        raise ModelError(f"the model's tokenizer can't be loaded: {error}") from None
+
+
+class _Pieces:
+    """How tokens stand for bytes.
+
+    tokenizer: a loaded one; text: what it was loaded from.
     added: id → text of tokens that aren't in BPE's alphabet. special: ids that `decode` leaves out.
     duplicates: id → the id with the same text. strip: leading spaces of a text to drop.
     """
 
-    def __init__(self, tokenizer: str) -> None:
-        facts = json.loads(tokenizer)
-        added = facts.get("added_tokens") or ()
-        self.added = {entry["id"]: entry["content"] for entry in added}
-        self.special = {entry["id"] for entry in added if entry["special"]}
-        self.duplicates = {int(a): int(b) for a, b in _DUPLICATE.findall(tokenizer)}
-        self._decoder = _decoder(facts.get("decoder") or {"type": "none"})
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        self.added = {id: token.content for id, token in added.items()}
+        self.special = {id for id, token in added.items() if token.special}
+        self.duplicates = {int(a): int(b) for a, b in _DUPLICATE.findall(text)}
+        decoder = tokenizer.decoder  # its state is its part of the text: reading all of that takes longer
+        self._decoder = _decoder(json.loads(decoder.__getstate__()) if decoder else {"type": "none"})
         self.strip = self._decoder[1]
 
     def bytes_of(self, piece: str, token: int) -> bytes:

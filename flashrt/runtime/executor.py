@@ -57,7 +57,7 @@ class Executor:
         self,
         stream: micro.Stream,
         residents: Residents,
-        host: OpenDevice,
+        host: OpenDevice | None,
         *,
         poison: bool = False,
         rests: Rests | None = None,
@@ -266,6 +266,7 @@ class Executor:
             compute = [i for i in instrs if isinstance(i, Compute)]
             on_host = any(isinstance(i, micro.Dispatch) and i.kernel.startswith("host.") for i in compute)
             device = self.host if on_host else self.devices[first.device]
+            assert device is not None, "a program with host rows has a host"
             code = device.load(compute, self.memory)
             return Unit(tuple(indices), lambda e: device.run(code, e), lambda: device.stamps(code))
         return self._moving_unit(indices[0], first)

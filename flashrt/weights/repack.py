@@ -2,13 +2,14 @@
 
 The packed layouts keep four consecutive weights of a channel together, so
 everything here moves 32-bit words, each holding four quants of one channel:
-a q8 block is eight words, a q4 block four words of two nibbles a byte.
+a q8 block is eight words, a q4 block four words of two nibbles a byte. Rows are
+turned into planes first, one for each word of a block, so that what is done to
+the words runs over long stretches of memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,75 +17,51 @@ from numpy.typing import NDArray
 from flashrt.layouts import Layout
 
 U8 = NDArray[np.uint8]
-U16 = NDArray[np.uint16]
 U32 = NDArray[np.uint32]
 
-_LOW = np.uint32(0x0F0F0F0F)
+_LOW, _HIGH = np.uint32(0x0F0F0F0F), np.uint32(0xF0F0F0F0)
+_FOUR = np.uint32(4)
+
+# the packed layout → the format with the same quants. A block is one f16 scale (Q4_1: then the minimum),
+# then the quants: 32 i8, or 16 bytes of nibbles
+FORMATS: Mapping[str, str] = {"q8.16x32": "Q8_0", "q4.16x32": "Q4_0", "q4m.16x32": "Q4_1"}
 
 
-@dataclass(frozen=True, slots=True)
-class Quants:
-    """Rows of quantised weights in the layouts' own words.
+def store(layout: Layout, rows: U8, out: U8) -> None:
+    """Writes rows, starting on a row group, to `out`; rows missing in the last group become zero.
 
-    words: [n, nblk, words of a block]. scales: f16 bits [n, nblk, 1 or 2]: scale, then minimum.
+    rows: u8 [n, bytes of a row] in the format that FORMATS names for the layout.
     """
-
-    words: U32
-    scales: U16
-
-
-def _q8_0(rows: U8) -> Quants:
-    """34 bytes a block: scale f16, then 32 i8."""
-    halves = _blocks(rows, 34).view(np.uint16)
-    return Quants(np.ascontiguousarray(halves[..., 1:]).view(np.uint32), halves[..., :1])
-
-
-def _q4_0(rows: U8) -> Quants:
-    """18 bytes a block: scale f16, then 16 bytes of nibbles."""
-    halves = _blocks(rows, 18).view(np.uint16)
-    return Quants(_nibbles(np.ascontiguousarray(halves[..., 1:]).view(np.uint32)), halves[..., :1])
-
-
-def _q4_1(rows: U8) -> Quants:
-    """20 bytes a block: scale f16, minimum f16, then 16 bytes of nibbles."""
-    blocks = _blocks(rows, 20)
-    return Quants(_nibbles(blocks.view(np.uint32)[..., 1:]), blocks.view(np.uint16)[..., :2])
+    r, words, scales = layout.rows, layout.bits, 1 + layout.minimum  # 32 quants: as many words as bits
+    if missing := -len(rows) % r:
+        rows = np.concatenate([rows, np.zeros((missing, rows.shape[1]), np.uint8)])
+    groups, nblk = len(rows) // r, rows.shape[1] // (4 * words + 2 * scales)
+    halves = np.ascontiguousarray(rows).view(np.uint16).reshape(groups, r, nblk, -1)
+    record, at = out.reshape(groups, -1), nblk * words * r * 4
+    packed = record[:, :at].view(np.uint32).reshape(groups, nblk, words, r).transpose(2, 0, 1, 3)
+    quants = _words(halves, scales).transpose(3, 0, 2, 1)
+    if layout.bits == 8:
+        packed[...] = quants
+    else:
+        _pair(np.ascontiguousarray(quants), packed)
+    tail = record[:, at:].view(np.uint16).reshape(groups, scales, nblk, r)
+    tail[...] = halves[..., :scales].transpose(0, 3, 2, 1)
 
 
-def _blocks(rows: U8, size: int) -> U8:
-    return np.ascontiguousarray(rows).reshape(len(rows), -1, size)
+def _words(halves: NDArray[np.uint16], scales: int) -> U32:
+    """The quants of blocks [groups, r, nblk, halves of a block]."""
+    if scales == 2:  # blocks of whole words
+        return halves.view(np.uint32)[..., 1:]
+    return np.ascontiguousarray(halves[..., scales:]).view(np.uint32)
 
 
-def _nibbles(words: U32) -> U32:
-    """GGUF's pairs (k, k+16) to the layouts' pairs (k, k+4): four words of a block to four words."""
-    low, high = words & _LOW, (words >> np.uint32(4)) & _LOW
-    out = np.empty(words.shape, np.uint32)
-    for half, source in enumerate((low, high)):
-        out[..., 2 * half : 2 * half + 2] = source[..., 0::2] | (source[..., 1::2] << np.uint32(4))
-    return out
-
-
-# format → (the packed layout with the same quants, rows u8 [n, row_bytes] → quants)
-QUANTS: Mapping[str, tuple[str, Callable[[U8], Quants]]] = {
-    "Q8_0": ("q8.16x32", _q8_0), "Q4_0": ("q4.16x32", _q4_0), "Q4_1": ("q4m.16x32", _q4_1),
-}  # fmt: skip
-
-
-def store(layout: Layout, quants: Quants, out: U8) -> None:
-    """Writes rows, starting on a row group, to `out`; rows missing in the last group become zero."""
-    n, nblk, words = quants.words.shape
-    groups, r = -(-n // layout.rows), layout.rows
-    record = out.reshape(groups, -1)
-    at = nblk * words * r * 4
-    packed = record[:, :at].view(np.uint32).reshape(groups, nblk, words, r)
-    scales = record[:, at:].view(np.uint16).reshape(groups, -1, nblk, r)
-    packed[...] = _grouped(quants.words, groups, r).transpose(0, 2, 3, 1)
-    scales[...] = _grouped(quants.scales, groups, r).transpose(0, 3, 2, 1)
-
-
-def _grouped(rows: NDArray[np.generic], groups: int, r: int) -> NDArray[np.generic]:
-    """[n, …] → [groups, r, …], padded with zeros."""
-    missing = groups * r - len(rows)
-    if missing:
-        rows = np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)])
-    return rows.reshape(groups, r, *rows.shape[1:])
+def _pair(planes: U32, out: U32) -> None:
+    """GGUF's pairs of nibbles (k, k+16) to the layouts' pairs (k, k+4): four planes to four planes."""
+    even, odd = planes[0::2], planes[1::2]
+    low, high = even & _LOW, odd & _LOW
+    high <<= _FOUR
+    np.bitwise_or(low, high, out=out[:2])
+    np.right_shift(even, _FOUR, out=low)
+    low &= _LOW
+    np.bitwise_and(odd, _HIGH, out=high)
+    np.bitwise_or(low, high, out=out[2:])

@@ -168,10 +168,8 @@ class IndexSource:
                 out[done:end].view(layout.element)[...] = self._plain(part, a, b, k).reshape(-1)
                 done = end
             return
-        got = [self._quants(weight, part, layout, a, b, k) for part, a, b in _overlaps(parts, lo, hi)]
-        words, scales = [q.words for q in got], [q.scales for q in got]
-        joined = got[0] if len(got) == 1 else repack.Quants(np.concatenate(words), np.concatenate(scales))
-        repack.store(layout, joined, out)
+        got = [self._quants(weight, part, layout, a, b) for part, a, b in _overlaps(parts, lo, hi)]
+        repack.store(layout, got[0] if len(got) == 1 else np.concatenate(got), out)
 
     def _plain(self, part: _Part, a: int, b: int, k: int) -> NDArray[np.generic]:
         """Rows [a, b) of a part as floats [b-a, k]."""
@@ -183,17 +181,21 @@ class IndexSource:
         got = formats.to_f32(form, rows)
         return got + np.float32(part.tensor.shift) if part.tensor.shift else got
 
-    def _quants(self, weight: Weight, part: _Part, layout: Layout, a: int, b: int, k: int) -> repack.Quants:
-        """Rows [a, b) of a part as the layout's own quants."""
+    def _quants(self, weight: Weight, part: _Part, layout: Layout, a: int, b: int) -> U8:
+        """Rows [a, b) of a part as they stand in its file, in the format that the layout holds."""
         tensor = part.tensor
-        name, to_quants = repack.QUANTS.get(tensor.format if tensor else "", ("", None))
-        if tensor is None or to_quants is None or name != layout.name or tensor.transposed or tensor.shift:
+        if (
+            tensor is None
+            or tensor.format != repack.FORMATS[layout.name]
+            or tensor.transposed
+            or tensor.shift
+        ):
             held = tensor.format if tensor else "a constant"
             raise ModelError(
                 f"weight {weight.name}: tensor {part.name} is {held}, not what {layout.name} holds",
                 hint=f"store it as {formats.native_layout(held)}",
             )
-        return to_quants(self._rows(tensor, a, b))
+        return self._rows(tensor, a, b)
 
     def _rows(self, tensor: Tensor, a: int, b: int) -> U8:
         """Bytes of rows [a, b), u8 [b-a, row_bytes], in the order the graph means."""

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -152,6 +153,15 @@ def test_no_template_and_bad_messages() -> None:
     for messages in ([], ["hello"], [{"content": "x"}], [{"role": 3}]):
         with pytest.raises(RequestError, match="each with a role"):
             chat.render(messages)  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_that_is_loaded_ahead() -> None:
+    chat, broken = Chat(tiny_chat.byte_level()), Chat(replace(tiny_chat.byte_level(), tokenizer="{"))
+    for each in (chat, broken):
+        each.prepare()
+    assert chat.encode("hello") == BYTES.encode("hello")
+    with pytest.raises(ModelError, match="can't be loaded"):  # where it is needed, not before
+        broken.encode("hello")
 
 
 def test_broken_and_unknown_tokenizers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from multiprocessing import shared_memory
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(links.shared_memory, "SharedMemory", full)
+    monkeypatch.setattr(shared_memory, "SharedMemory", full)
     monkeypatch.setattr(links, "COPIED", 1 << 20)
     here = tuple(sorted(os.sched_getaffinity(0)))[:1]
     assert list(links.measure(replace(A, cpus=here), replace(B, cpus=here), 0.01)) == ["cpu:0-1>cpu:2-3/rate"]

@@ -81,7 +81,7 @@ def opened(plan: Plan) -> Iterator[Program]:
         yield program
 
 
-def generate(call: Callable[[Any, Any], Any], tokens: int = 40) -> tuple[tuple[int, ...], bytes]:
+def generate(call: Callable[[Any, Any, Any], Any], tokens: int = 40) -> tuple[tuple[int, ...], bytes]:
     """Tokens and logits of one prompt."""
     generator = Generator(call, context=CONTEXT, eos=(), pages=PAGES, max_tokens_per_step=32, max_sequences=2)
     generator.add(
@@ -106,13 +106,13 @@ class Seen:
         return self.far if device.id.endswith(("reference:1", "1-1")) else 0.0
 
 
-def disturbed(program: Program, follower: Follower) -> Callable[[Any, Any], Any]:
+def disturbed(program: Program, follower: Follower) -> Callable[[Any, Any, Any], Any]:
     """The program with a sample after each step; the far device is busy in every other dozen of them."""
     steps = iter(range(1 << 30))
 
     def call(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
         n = next(steps)
-        outputs = program.call(inputs, symbols)
+        outputs = program.call(inputs, symbols, outputs)
         follower.sampled(Seen(n * 0.9, 0.9 if n // 8 % 2 else 0.0))
         return outputs
 
@@ -137,7 +137,7 @@ def test_the_same_bits_wherever_the_loop_moves_the_splits(ids: tuple[str, str], 
         seen: set[Any] = set()
 
         def call(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
-            outputs = inner(inputs, symbols)
+            outputs = inner(inputs, symbols, outputs)
             seen.add(tuple(program.last.env[s.name] for s in plan.variants[0].stream.splits))  # type: ignore[union-attr]
             return outputs
 
@@ -269,7 +269,7 @@ def test_memory_of_a_neighbour_that_jumps_moves_nothing(tmp_path: Path) -> None:
 
         def call(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
             nonlocal now
-            outputs = program.call(inputs, symbols)
+            outputs = program.call(inputs, symbols, outputs)
             now += 0.15
             free = storm[round(now / 0.15) % 2]
             (tmp_path / "proc/meminfo").write_text(f"MemTotal: 16000000 kB\nMemAvailable: {free >> 10} kB\n")

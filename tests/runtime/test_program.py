@@ -58,13 +58,25 @@ def logits(plan: Plan, **given: Any) -> bytes:
 @pytest.mark.parametrize("pack", [False, True])
 def test_what_is_saved_is_read_back(plan: Plan, tmp_path: Path, pack: bool) -> None:
     got = program.save(plan, tmp_path / "plan", pack=pack)
-    for name in {f.name for f in fields(Plan)} - {"constants", "folder", "packed", "machine", "options"}:
+    other = {"constants", "folder", "packed", "machine", "options", "graph"}
+    for name in {f.name for f in fields(Plan)} - other | {"logical"}:
         assert getattr(got, name) == getattr(plan, name), name
     assert got.machine.fingerprint() == plan.machine.fingerprint()
     assert got.constants.keys() == plan.constants.keys()
     assert all((got.constants[n] == v).all() for n, v in plan.constants.items())
     assert (got.packed is not None) == pack and got.folder == tmp_path / "plan"
     assert logits(got) == logits(plan)
+
+
+def test_running_a_plan_parses_no_graph(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program.save(plan, tmp_path / "plan")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a graph was parsed")
+
+    monkeypatch.setattr("flashrt.ir.text.read_logical", refuse)
+    monkeypatch.setattr("flashrt.ir.text.read_physical", refuse)
+    assert logits(program.load(tmp_path / "plan")) == logits(plan)
 
 
 def test_a_relative_path_survives_a_change_of_folder(
