@@ -42,7 +42,7 @@ def recorded(call: spine.Call, logits: list[np.ndarray]) -> spine.Call:
     """The same call; the logits of every step are kept."""
 
     def recording(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
-        outputs = call(inputs, symbols)
+        outputs = call(inputs, symbols, outputs)
         logits.append(outputs["logits"].copy())
         return outputs
 
