@@ -1,6 +1,8 @@
 """How fast does one sequence generate on the CPU, against the engines a user would pick instead?
 
-python -m benchmarks.cpu_decode [--threads 2] [--repeats 5] [--tokens 64] [--plot FILE]
+python -m benchmarks.cpu_decode [--threads 2] [--repeats 5] [--tokens 64] [--company 0] [--plot FILE]
+
+--company N: beside N other processes that use a core each.
 """
 
 from __future__ import annotations
@@ -23,16 +25,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--company", type=int, default=0)
     parser.add_argument("--engines", nargs="+", default=ENGINES)
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
     model = find("smollm2").place
     asked = peers(given.engines, model, given.threads)
     results = {
-        f"context {c}": interleaved(asked, given.repeats, task="decode", context=c, tokens=given.tokens)
+        f"context {c}": interleaved(
+            asked, given.repeats, company=given.company, task="decode", context=c, tokens=given.tokens
+        )
         for c in (16, 512)
     }
     settings = f"SmolLM2-135M-Instruct Q4_1, {given.threads} threads, {given.tokens} tokens, greedy, warm"
+    if given.company:
+        settings += f", beside {given.company} busy process{'es' * (given.company > 1)}"
     print(report("tokens per second of one sequence", settings, results, given.engines[0]))
     print("versions  " + "; ".join(p.version for p in asked))
     print(agreement(asked, model, given.threads, piece=1, pieces=1))

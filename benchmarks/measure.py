@@ -92,9 +92,10 @@ def agreement(asked: Sequence[Peer], model: str, threads: int, *, piece: int, pi
     return f"agree     with flashrt-exact, of {len(want)} likeliest next tokens: {told}"
 
 
-def interleaved(asked: Sequence[Peer], repeats: int, **request: Any) -> list[Result]:
+def interleaved(asked: Sequence[Peer], repeats: int, *, company: int = 0, **request: Any) -> list[Result]:
     """A B A B …: one warm-up each, then `repeats` rounds.
 
+    company: processes that use a core each while a run is timed.
     A peer that can't do the task is left out. Runs during which other processes used the machine are
     thrown away, and repeated up to twice as many rounds.
     """
@@ -109,7 +110,7 @@ def interleaved(asked: Sequence[Peer], repeats: int, **request: Any) -> list[Res
     for _ in range(2 * repeats):
         for peer in asked:
             if peer.name in rates and len(rates[peer.name]) < repeats:
-                rate, clean = quiet(lambda peer=peer: peer.ask(**request))
+                rate, clean = quiet(lambda peer=peer: beside(company, lambda: peer.ask(**request)))
                 if clean:
                     rates[peer.name].append(rate)
                 else:
@@ -126,6 +127,19 @@ def quiet(run: Callable[[], float]) -> tuple[float, bool]:
     after = busy()
     load = (after[0] - before[0]) / max(after[1] - before[1], 1)
     return run(), load < FOREIGN
+
+
+def beside(company: int, run: Callable[[], float]) -> float:
+    """Runs it while so many other processes use a core each; the system says which."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(company)]
+    try:
+        if others:
+            time.sleep(0.2)
+        return run()
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def report(question: str, settings: str, results: Mapping[str, list[Result]], first: str) -> str:
