@@ -2,8 +2,7 @@
 
 A lane is cut into units: consecutive compute instructions of one region become
 code that the device loaded; host rows run on the reference device; prefetch,
-evict and transfer run here. A stream with a single lane runs in the caller's
-thread.
+evict and transfer run here. The caller's thread runs one of the compute lanes.
 """
 
 from __future__ import annotations
@@ -142,11 +141,22 @@ class Executor:
             self._lanes[0].run(epoch)
             return
         self._let_rest(epoch)
-        ends = [(lane.lane, lane.post(epoch)) for lane in self._lanes if lane not in self._resting]
-        for lane, end in ends:
-            if lane == COMPUTE:
+        awake = [lane for lane in self._lanes if lane not in self._resting]
+        # one lane that is waited for anyway runs here: a thread less to be woken
+        mine = next((lane for lane in awake if lane.lane == COMPUTE), None)
+        ends = [(lane.lane, lane.post(epoch)) for lane in awake if lane is not mine]
+        if mine is not None:
+            self._run_here(mine, epoch)
+        for name, end in ends:
+            if name == COMPUTE:
                 end.wait()
         self._raise()
+
+    def _run_here(self, lane: _Lane, epoch: int) -> None:
+        try:
+            lane.run(epoch)
+        except Exception as error:
+            self._failed(error)
 
     def _let_rest(self, epoch: int) -> None:
         """Finds the lanes that have nothing to do in this step, and reaches their ticks for them."""
