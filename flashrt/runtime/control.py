@@ -27,7 +27,7 @@ GAIN = 1.10  # a device is left, or come back to, for a step this much faster
 REFINED = 1.05  # cuts move among the same devices for this much
 REVERTED = 1.015  # or back to where they stood, known to be this much faster
 CONFIRMED, CONFIRMED_REFINED = 2, 5  # samples in a row that say so; one is enough
-DECISIVE = 3.0  # for a step so much faster without a device that others are seen to use
+DECISIVE = 3.0  # for a step so much faster, as steps show, without a device that others are seen to use
 PATIENCE = 5  # doublings at most of the samples before a device that was left often is come back to
 QUIET = 0.10  # share of a core's time that others may have without being called a disturbance
 GONE = 0.25  # share below which a disturbance is over, for a device that was left
@@ -297,7 +297,7 @@ class Controller:
         if now_live <= then_live:
             return used < MOST_TO_RETURN and v.samples >= self._patience(now)
         left = now_live - then_live
-        seen = any(self._devices[d].share < 1 - GONE for d in left)
+        seen = any(self._devices[d].share < 1 - QUIET for d in left)
         enough = 1 if seen and v.gain >= DECISIVE else CONFIRMED
         return used < MOST and v.samples >= enough
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from flashrt.ir.order import COMPUTE
 from flashrt.ir.types import Env, evaluate
@@ -51,8 +51,7 @@ class Metrics:
     holding: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Steps:
+class _Steps(NamedTuple):
     """Steps of one variant since the last sample, with the splits at `at`. A value: threads swap it whole."""
 
     env: Env
@@ -100,7 +99,7 @@ class Follower:
         """Counts a step, unless its splits stood elsewhere than they do now."""
         self._inside = "", 0.0
         at, env = self._at.get(variant), executor.env
-        if at is None or any(env[s] != p for s, p in at.items()):
+        if at is None or not at.items() <= env.items():
             return
         self._executors[variant] = executor
         before = self._steps.get(variant)
