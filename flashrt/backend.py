@@ -12,16 +12,16 @@ when the word is at least e; `!n@-1` when it is at least e-1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashrt.ir import micro
 from flashrt.ir.types import Weight
-from flashrt.machine import Device
+from flashrt.machine import Device, Workspace
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -80,6 +80,18 @@ class Memory(Protocol):
         """Where a state lies on a device."""
 
 
+# What compiled code of a kind of device may set aside, by operation: backends keep to it, plans count it.
+# "": for each node, what makes a row of it.
+WORKSPACE: Mapping[str, Mapping[str, Workspace]] = {
+    "cpu": {
+        "": Workspace(team=1 << 10),
+        "linear": Workspace(core=152 << 10, channel=40),  # weights and tokens as tiles; activations in INT8
+        "attention": Workspace(team=1088 << 10, core=48 << 10, channel=576),  # sums of ranges of keys; tiles
+        "sample": Workspace(core=17 << 10, channel=8),  # values, their order, and buckets
+    }
+}
+
+
 class OpenDevice(Protocol):
     """A device in use. Methods raise DeviceError when the device fails."""
 
@@ -109,6 +121,17 @@ class OpenDevice(Protocol):
 
     def close(self) -> None:
         """Ends threads and drops memory. Idempotent."""
+
+
+@runtime_checkable
+class Remote(Protocol):
+    """What an open device has besides when the host can't see its memory."""
+
+    def pinned(self, nbytes: int) -> U8:
+        """Zeroed host memory that the device reads by itself: where the inputs of its steps lie."""
+
+    def read(self, src: Place, out: U8) -> None:
+        """The first bytes of a place, as many as `out` has room for."""
 
 
 class Backend(Protocol):

@@ -189,6 +189,7 @@ def _options(variant: str, machine: Machine, options: CompileOptions) -> pipelin
         attention=attention_of(options.numerics, numerics, machine),
         disabled=frozenset(options.without),
         pins=tuple(map(read_pin, options.pins)),
+        sums=options.numerics == "fast",
     )
 
 

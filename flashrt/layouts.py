@@ -135,6 +135,24 @@ def unpack(layout: Layout, data: U8, n: int, k: int) -> F32:
     return np.ascontiguousarray(w.reshape(g * r, nblk * BLOCK)[:n, :k])
 
 
+def columns(layout: Layout, data: U8, k: int, lo: int, hi: int) -> U8:
+    """Bytes of whole row groups of K = k weights → those of their columns [lo, hi) alone.
+
+    lo must start a block; hi must end one, or the row.
+    """
+    if layout.element is not None:
+        item = layout.element.itemsize
+        return data.reshape(-1, k, item)[:, lo:hi].reshape(-1)
+    assert lo % BLOCK == 0 and (hi % BLOCK == 0 or hi == k), (layout.name, lo, hi, k)
+    nblk, first, last = -(-k // BLOCK), lo // BLOCK, -(-hi // BLOCK)
+    groups = data.reshape(-1, layout.group_bytes(k))
+    nq = nblk * layout.rows * BLOCK * layout.bits // 8
+    quants = groups[:, :nq].reshape(len(groups), 1, nblk, -1)[:, :, first:last]
+    halves = groups[:, nq:].reshape(len(groups), 1 + layout.minimum, nblk, -1)[:, :, first:last]
+    parts = [p.reshape(len(groups), -1) for p in (quants, halves)]
+    return np.concatenate(parts, axis=1).reshape(-1)
+
+
 def packed_bytes(layout: str, shape: tuple[int, ...], lo: int, hi: int) -> int:
     """Bytes of rows [lo, hi) of a weight: a matrix in its layout, anything else as plain rows."""
     found = LAYOUTS[layout]

@@ -11,7 +11,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from flashrt.errors import ParseError, PlanError
 
@@ -24,6 +25,18 @@ class Measured:
 
     value: float
     how: How
+
+
+class Workspace(NamedTuple):
+    """Bytes that the code of an operation sets aside at most, beside its operands.
+
+    team: once; core: for each core; channel: for each core and channel (of its first input; of an
+    attention, those of a head). Uses with the same number of channels share it.
+    """
+
+    team: int = 0
+    core: int = 0
+    channel: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +52,7 @@ class Device:
     limit: the most bytes a plan may use; None when nobody said.
     pool: devices with the same pool have one memory between them and can share a copy of the weights;
     "" when the memory is its own.
+    workspace: what the code of operations sets aside for itself, by operation, from its backend.
     """
 
     id: str
@@ -56,6 +70,7 @@ class Device:
     cpus: tuple[int, ...] = ()
     limit: int | None = None
     pool: str = ""
+    workspace: Mapping[str, Workspace] = field(default_factory=dict)
 
     def supports(self, kernel: str, numerics: str) -> bool:
         """Whether a compiled kernel with these numerics exists (epilogues after '+' included)."""
@@ -114,16 +129,28 @@ class Machine:
         still = [
             (
                 *(d.id, d.kind, d.name, d.memory, d.cores, sorted(d.kernels), sorted(d.features)),
-                *(d.cpus, d.limit, d.pool),
+                *(d.cpus, d.limit, d.pool, sorted(d.workspace.items())),
             )
             for d in self.devices
         ]
         return hashlib.sha256(json.dumps(still).encode()).hexdigest()[:16]
 
-    def with_kernels(self, kernels: Mapping[str, tuple[tuple[str, str], ...]]) -> Machine:
-        """The picture with each device's kernels filled in, by kind."""
+    def with_kernels(
+        self,
+        kernels: Mapping[str, tuple[tuple[str, str], ...]],
+        workspace: Mapping[str, Mapping[str, Workspace]] = MappingProxyType({}),
+    ) -> Machine:
+        """The picture with each device's kernels, and what they set aside, filled in, by kind."""
         return replace(
-            self, devices=tuple(replace(d, kernels=kernels.get(d.kind, d.kernels)) for d in self.devices)
+            self,
+            devices=tuple(
+                replace(
+                    d,
+                    kernels=kernels.get(d.kind, d.kernels),
+                    workspace=workspace.get(d.kind, d.workspace),
+                )
+                for d in self.devices
+            ),
         )
 
 
@@ -158,5 +185,6 @@ def _device(raw: dict[str, Any]) -> Device:
             "kernels": tuple((k, n) for k, n in raw["kernels"]),
             "features": tuple(raw["features"]),
             "cpus": tuple(raw.get("cpus", ())),  # pictures from before there were groups of cores
+            "workspace": {op: Workspace(*sizes) for op, sizes in raw.get("workspace", {}).items()},
         }
     )

@@ -50,6 +50,7 @@ from flashrt.runtime.step import Binding, as_arrays
 from flashrt.runtime.trace import Trace
 from flashrt.weights.index import WeightIndex
 from flashrt.weights.packed import PackedSource, index_from_json, index_to_json, write_packed
+from flashrt.weights.parts import PartSource
 from flashrt.weights.source import IndexSource
 
 V = TypeVar("V")
@@ -265,8 +266,8 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def _blocks(plan: Plan) -> dict[str, Any]:
-    """Every weight some variant keeps on a device, by name."""
-    return {w.name: w for v in plan.variants for w in v.stream.weights}
+    """Every weight some variant keeps on a device, by name: of parts, what they are parts of."""
+    return {w.name: w for v in plan.variants for w in v.stream.weights if not w.of}
 
 
 def load(folder: Path, *, edited: bool = False) -> Plan:
@@ -453,7 +454,9 @@ class Program:
         for device in (*devices.values(), host):
             if device is not None:
                 self._held.callback(device.close)
-        self.residents = Residents(devices, source, {"P": pages} if pages else {})
+        self.residents = Residents(
+            devices, PartSource(source, _blocks(plan)), {"P": pages} if pages else {}, streams
+        )
         self._executors: dict[str, Executor] = {}
         self._last: Executor | None = None
         self.trace: Trace | None = None
@@ -465,6 +468,16 @@ class Program:
     def last(self) -> Executor | None:
         """What ran the last step."""
         return self._last
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def drain(self) -> None:
+        """Waits until all that the last step began is done. Raises DeviceError when that failed."""
+        if self._last is not None:
+            self._last.drain()
 
     def when_closed(self, end: Callable[[], None]) -> None:
         """Has `close` call `end` before it does anything else."""
@@ -515,7 +528,7 @@ class Program:
             env = {**self.mover.at(variant.name), **env}
         executor = self._executor(variant)
         if self._last is not None and self._last is not executor:
-            self._last.drain()
+            self._last.leave()
         self._last = executor
         found, record = executor.step(arrays, env, wanted=outputs, trace=self.trace is not None)
         self.ran.steps += 1

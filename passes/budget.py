@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashrt.ir import logical, physical
 from flashrt.ir.bounds import Bounds
-from flashrt.ir.types import Env, State, Weight, evaluate
+from flashrt.ir.types import Env, State, TensorType, Weight, evaluate
 from flashrt.layouts import aligned
-from flashrt.machine import Device, Machine
+from flashrt.machine import Device, Machine, Workspace
 from flashrt.passes.cost import Node, block_bytes
 from flashrt.passes.rows import rows_used
 
 HOSTS = ("cpu", "reference", "null")  # kinds whose memory the reference implementation reads
+TURNS = 2  # variants that take turns: each has inputs and code of its own
 Rows = tuple[int, int]  # of a weight: first, behind the last
 Held = Mapping[tuple[str, str], Rows]  # (weight, device) → rows that the device keeps
 
@@ -72,18 +73,48 @@ def state_bytes(state: State, env: Env) -> int:
 
 
 def peak_activations(nodes: Sequence[Node], graph: logical.Graph | physical.Graph) -> int:
-    """The most bytes of results alive at once, at the largest step, and a quarter more for gaps."""
+    """The most bytes of results alive at once, at the largest step, and a quarter more for gaps; and the
+    inputs, which variants don't share."""
     known = Bounds.of(graph)
-    sizes = {n.name: aligned(math.ceil(known.interval(n.type.bytes)[1])) for n in nodes}
+    read = {name[1:] for n in nodes for name in n.inputs}
+    inputs = sum(aligned(math.ceil(known.interval(i.type.bytes)[1])) for i in graph.inputs if i.name in read)
+    largest = {
+        type: aligned(math.ceil(known.interval(type.bytes)[1]))
+        for type in dict.fromkeys(n.type for n in nodes)
+    }
+    sizes = {n.name: largest[n.type] for n in nodes}
     uses = [{i[1:] for i in n.inputs if i[1:] in sizes} | {n.name} for n in nodes]
     kept = {o.value.removeprefix("%") for o in graph.outputs}
-    return aligned(_peak(uses, sizes, kept) * 5 // 4)
+    return aligned(_peak(uses, sizes, kept) * 5 // 4) + TURNS * inputs
 
 
 def peak_weights(nodes: Sequence[Node], sizes: Mapping[str, int]) -> int:
     """The most bytes of weights alive at once when each is loaded for its uses only."""
     uses = [{i[1:] for i in n.inputs if i[0] == "@"} for n in nodes]
     return _peak(uses, sizes, ())
+
+
+def workspace(nodes: Iterable[physical.Node], whole: physical.Graph, device: Device) -> int:
+    """The most bytes that the code of these nodes sets aside on a device, in two variants."""
+    if not device.workspace:
+        return 0
+    known, none = Bounds.of(whole), Workspace()
+    types = {i.name: i.type for i in whole.inputs} | {n.name: n.type for n in whole.nodes}
+    uses = {(n.op, _channels(n, types, known)) for n in nodes}
+    total = sum(device.workspace.get("", none).team for _ in nodes)
+    for op, channels in uses:
+        each = device.workspace.get(op, none)
+        total += each.team + device.cores * aligned(each.core + each.channel * channels)
+    return TURNS * total
+
+
+def _channels(node: physical.Node, types: Mapping[str, TensorType], known: Bounds) -> int:
+    """Of a node's first input; of an attention, those of a head, of keys and of values."""
+    if node.op == "attention":
+        dims = (node.attr("head_dim"), node.attr("value_dim"))
+        return sum(d for d in dims if isinstance(d, int))
+    first = types.get(node.inputs[0][1:]) if node.inputs else None
+    return math.ceil(known.interval(first.shape[-1])[1]) if first and first.shape else 0
 
 
 def _peak(uses: Sequence[set[str]], sizes: Mapping[str, int], kept: Iterable[str]) -> int:
@@ -116,15 +147,18 @@ class Need:
     @property
     def left(self) -> int:
         """Bytes for weights."""
-        return self.budget.limit - self.budget.state - max(self.budget.activations, self.reserve)
+        b = self.budget
+        return b.limit - b.state - b.workspace - max(b.activations, self.reserve)
 
     def short(self) -> str:
         """What is lacking, in figures."""
         b = self.budget
-        total = self.least + b.state + b.activations
+        total = self.least + b.state + b.activations + b.workspace
         return (
             f"{b.device} needs {total} bytes at least ({self.least} for weights that stream, "
-            f"{b.state} state, {b.activations} activations) of {b.limit}"
+            f"{b.state} state, {b.activations} activations"
+            + (f", {b.workspace} workspace" if b.workspace else "")
+            + f") of {b.limit}"
         )
 
 
@@ -142,13 +176,18 @@ def charge_pools(budgets: Sequence[physical.Budget], held: Held, weights: Mappin
         left = held_bytes(held, weights, [b.device for b in members])
         for at, b in enumerate(members):
             own = b.weights
-            room = max(0, b.limit - b.state - b.activations)
-            later = sum(max(0, o.limit - o.state - o.activations) for o in members[at + 1 :])
+            room = _beside(b)
+            later = sum(map(_beside, members[at + 1 :]))
             count = own if len(members) == 1 else min(own, left, room)
             count = max(count, min(own, left - later))  # nobody behind it could count these
             left -= count
-            out[b.device] = physical.Budget(b.device, b.limit, count, b.state, b.activations, own - count)
+            out[b.device] = replace(b, weights=count, shared=own - count)
     return [out[b.device] for b in budgets]
+
+
+def _beside(budget: physical.Budget) -> int:
+    """Bytes that a budget leaves for weights."""
+    return max(0, budget.limit - budget.state - budget.activations - budget.workspace)
 
 
 def room_of(budgets: Iterable[physical.Budget], reserve: Mapping[str, int]) -> Counter[str]:
@@ -158,7 +197,11 @@ def room_of(budgets: Iterable[physical.Budget], reserve: Mapping[str, int]) -> C
     """
     return Counter(
         {
-            b.device: b.limit - b.state - max(b.activations, reserve.get(b.device, 0)) + b.shared
+            b.device: b.limit
+            - b.state
+            - b.workspace
+            + b.shared
+            - max(b.activations, reserve.get(b.device, 0))
             for b in budgets
         }
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from itertools import chain, count, pairwise
 
 from flashrt.ir import logical, physical
 from flashrt.ir.types import substitute, sym, symbols_of
@@ -20,11 +21,13 @@ from flashrt.passes.budget import (
     state_bytes,
     weight_road,
 )
-from flashrt.passes.choices import AWAY, SHARE, Placer, Plan, Priced, Rules
-from flashrt.passes.cost import block_bytes
+from flashrt.passes.choices import HOME, Placer, Plan, Priced, Rules
+from flashrt.passes.cost import block_bytes, kernel_of
+from flashrt.passes.parts import Group, plain
 from flashrt.passes.price import Prices
 from flashrt.passes.ratio import Ratios
-from flashrt.passes.spread import Lanes, Seat, Shared
+from flashrt.passes.shares import Shares, known_shares
+from flashrt.passes.spread import Copied, Lanes, Parted, Seat, Shared, Summed, Whole
 from flashrt.passes.task import Task
 from flashrt.passes.units import Unit, lanes, signature, units, users_of
 
@@ -65,14 +68,23 @@ class _Dealer:
         self._devices = [d.id for d in task.usable]
         self._pools = {d.id: pool_of(d) for d in task.usable}
         self._held = task.earlier.held()
+        self._kept_parts: dict[str, list[str]] = defaultdict(list)
+        for name in dict.fromkeys(name for name, _ in self._held):
+            if whole := self._weights[name].of:
+                self._kept_parts[whole].append(name)
         self._tied = _tied(self._units)
         self._wanted = _wanted(self._units)
+        prices.common = _common(self._units)
         rules = Rules(
-            task.fixed, task.seat, lambda n, d: not task.obstacle(n, d), self._channels(), self._joint()
-        )
+            task.fixed, task.seat, lambda n, d: not task.obstacle(n, d), self._channels(), self._joint(),
+            self._groups(), self._sums(), self._pools,
+        )  # fmt: skip
         products = [n for n in task.graph.nodes if rules.units[n.name]]
         self._ratios = Ratios(products, rules.joint, rules.units, prices, task.earlier.cuts())
-        self._placer = Placer(rules, self._ratios, prices, self._weights)
+        nodes = {n.name: n for n in task.graph.nodes}
+        known = known_shares(task.parts.groups.values(), nodes, task.earlier.seats())
+        shares = Shares(nodes, task.parts, prices, known)
+        self._placer = Placer(rules, self._ratios, shares, prices, task.parts)
         self._classes = self._classify()
 
     def ways(self) -> list[Dealt]:
@@ -86,6 +98,29 @@ class _Dealer:
             n.name: task.cuts[n.name].unit if n.name in task.cuts and n.name not in task.fixed else 0
             for n in task.graph.nodes
         }
+
+    def _groups(self) -> dict[str, Group]:
+        """The groups that every device can make parts of, by node."""
+        nodes = {n.name: n for n in self._task.graph.nodes}
+
+        def free(name: str) -> bool:
+            return name not in self._task.fixed and not any(
+                self._task.obstacle(nodes[name], d) for d in self._devices
+            )
+
+        groups = dict.fromkeys(self._task.parts.groups.values())
+        return {name: g for g in groups if all(map(free, g.nodes)) for name in g.nodes}
+
+    def _sums(self) -> frozenset[str]:
+        """The products that may be the sum of parts, each of which any device can make."""
+        task = self._task
+
+        def able(node: logical.Node) -> bool:
+            kernel = kernel_of(plain(node), self._weights)
+            return not any(task.obstacle(node, d, kernel) or task.obstacle(node, d) for d in self._devices)
+
+        products = (n for n in task.graph.nodes if task.parts.adds_up(n) and n.name not in task.fixed)
+        return frozenset(n.name for n in products if able(n)) if task.sums else frozenset()
 
     def _joint(self) -> Lanes:
         """Joint products of which every part and every reader may sit where the shards are."""
@@ -102,7 +137,7 @@ class _Dealer:
         }
 
     def _classify(self) -> list[_Class]:
-        fixed = {name: seat.device for name, seat in self._task.fixed.items()}
+        fixed = {n: s.device if isinstance(s, Whole) else s for n, s in self._task.fixed.items()}
         alike: dict[object, list[Unit]] = defaultdict(list)
         for unit in self._units:
             alike[signature(unit, self._weights, fixed), self._kept(unit)].append(unit)
@@ -111,13 +146,18 @@ class _Dealer:
     def _kept(self, unit: Unit) -> object:
         """Where earlier plans keep the unit's weights."""
         names = [i[1:] for n in unit.nodes for i in n.inputs if i[0] == "@"] if self._held else []
-        return tuple(self._held.get((name, d)) for name in names for d in self._devices)
+        return tuple(
+            (part.removeprefix(name), d, self._held.get((part, d)))
+            for name in names
+            for part in (name, *self._kept_parts.get(name, ()))
+            for d in self._devices
+        )
 
     def _class(self, alike: tuple[Unit, ...]) -> _Class:
         priced = self._placer.priced(alike[0], self._devices, self._wanted[alike[0].name])
-        choices = [self._choice(alike[0], p) for p in priced]
-        kept = _worthwhile(choices)
-        return _Class(alike, tuple(priced[i] for i in kept), tuple(choices[i] for i in kept))
+        kept = _worthwhile([self._choice(alike[0], p) for p in priced])
+        best = [self._placer.with_copies(alike[0], priced[i], self._wanted[alike[0].name]) for i in kept]
+        return _Class(alike, tuple(best), tuple(self._choice(alike[0], p) for p in best))
 
     def _choice(self, unit: Unit, priced: Priced) -> Choice:
         new = {key: rows for key, rows in priced.held.items() if self._held.get(key) != rows}
@@ -126,8 +166,9 @@ class _Dealer:
         sizes = Counter({pool: self._bytes(own, pool) for pool in set(self._pools.values())})
         for node in unit.nodes:
             for state in self._task.states([node]):
-                device = self._task.seat(node, priced.plan.home).device
-                sizes[self._pools.get(device, device)] += state_bytes(state, self._task.env)
+                whole = state_bytes(state, self._task.env)
+                for device, share in _held_shares(priced.seats[node.name]):
+                    sizes[self._pools.get(device, device)] += math.ceil(whole * share)
         uses = frozenset((priced.plan.home, *priced.plan.partners))
         return Choice(priced.cost, sizes, priced.plan.home, uses, tied)
 
@@ -248,6 +289,7 @@ class _Dealer:
                 mine = self._placer.seats(unit, plan)
                 seats |= mine
                 causes |= dict.fromkeys(mine, said[plan])
+        seats |= self._sums_everywhere(seats)
         splits = self._splits(seats)
         names = dict(zip((s.name for s in splits), _names(splits, self._task.env), strict=True))
         new = {old: sym(name) for old, name in names.items()}
@@ -257,13 +299,23 @@ class _Dealer:
         }
         return Dealt(seats, causes, tuple(replace(s, name=names[s.name]) for s in splits))
 
+    def _sums_everywhere(self, seats: Mapping[str, Seat]) -> dict[str, Seat]:
+        """Sums that the norm of the next unit takes on each of their devices are made on each."""
+        out: dict[str, Seat] = {}
+        for node in self._task.graph.nodes:
+            if isinstance(seat := seats[node.name], Copied):
+                x = node.inputs[0][1:]
+                if isinstance(made := seats.get(x), Summed) and made.devices == seat.devices:
+                    out[x] = replace(made, everywhere=True)
+        return out
+
     def _cause(self, unit: Unit, plan: Plan) -> str:
         """The price of a unit's plan, and what the unit would cost whole on each device."""
         wanted = self._wanted[unit.name]
         price = self._placer.one(unit, plan, wanted).cost
         whole = [f"{self._placer.one(unit, Plan(d), wanted).cost:.4g} us whole on {d}" for d in self._devices]
         where = f"unit on {plan.home}"
-        if SHARE in plan.sets or AWAY in plan.sets:
+        if any(becomes != HOME for becomes in plan.sets):
             where += f", products shared with {' and '.join(plan.partners)}"
         return f"{where}: {price:.4g} us ({', '.join(whole)})"
 
@@ -277,6 +329,15 @@ class _Dealer:
         }
         made = [cuts.split for cuts in self._ratios.made.values() if cuts is not None]
         return tuple(s for s in made if s.name in used)
+
+
+def _held_shares(seat: Seat) -> Iterator[tuple[str, float]]:
+    """What each device has of a node's state."""
+    if isinstance(seat, Whole):
+        yield seat.device, 1.0
+    elif isinstance(seat, Parted):
+        for device, (lo, hi) in zip(seat.devices, pairwise(seat.bounds), strict=True):
+            yield device, (hi - lo) / seat.bounds[-1]
 
 
 def _names(splits: Sequence[physical.Split], taken: Iterable[str]) -> Iterator[str]:
@@ -300,6 +361,18 @@ def _wanted(all_units: Sequence[Unit]) -> dict[str, tuple[str, ...]]:
                 if by is not None and by != unit.name:
                     out[by][name[1:]] = None
     return {name: tuple(values) for name, values in out.items()}
+
+
+def _common(all_units: Sequence[Unit]) -> frozenset[str]:
+    """Values that several other units use, such as the angles of the positions."""
+    made = {n.name: u.name for u in all_units for n in u.nodes}
+    users = Counter(
+        name
+        for u in all_units
+        for name in {i[1:] for n in u.nodes for i in n.inputs if i[0] == "%"}
+        if made.get(name, u.name) != u.name
+    )
+    return frozenset(name for name, count in users.items() if count > 1)
 
 
 def _tied(all_units: Sequence[Unit]) -> set[str]:

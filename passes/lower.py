@@ -2,7 +2,8 @@
 
 Every value gets a slot of its own, every weight is loaded directly before its first use
 and evicted directly after its last one, and everything of a device runs in its lane
-"compute", copies to other devices in the source's lane "copy_out".
+"compute", copies to other devices in the source's lane "copy_out", or in "compute" where the
+source can write to the other one's memory itself.
 
     %y = linear(%x,@w,@b) {bias=true} numerics="act=i8/32 …"  →  quantize %x → %xq
                                                                  prefetch w, prefetch b
@@ -23,7 +24,7 @@ from flashrt.ir.bounds import Bounds
 from flashrt.ir.ops import EXACT, KV_WRITE_BF16, QUANTIZED
 from flashrt.ir.order import COMPUTE
 from flashrt.ir.types import Dim, Output, TensorType
-from flashrt.machine import Machine
+from flashrt.machine import Device, Machine
 from flashrt.passes.budget import weight_road
 from flashrt.passes.cost import block_bytes, kernel_of, settings
 from flashrt.passes.rows import rows_used, takes_channels
@@ -147,11 +148,18 @@ class _Lowering:
     def _transfer(self, node: physical.Node) -> None:
         source = self._nodes[node.inputs[0][1:]]
         copy = micro.Transfer(
-            device=source.device, lane=COPY_OUT, src=self._home(source.name, source.device),
+            device=source.device, lane=self._copy_lane(source, node),
+            src=self._home(source.name, source.device),
             dst=self._home(node.name, node.device), to=node.device,
             bytes=node.bytes, est=node.est, node=node.name,
         )  # fmt: skip
         self._groups.append(_Group(source.device, [copy]))
+
+    def _copy_lane(self, source: physical.Node, copy: physical.Node) -> str:
+        if self._machine is None or source.type.dtype != "f32":
+            return COPY_OUT
+        here, there = self._machine.device(source.device), self._machine.device(copy.device)
+        return COMPUTE if _reaches(here, there) else COPY_OUT
 
     def _attention(self, node: physical.Node) -> None:
         q, k, v, positions, seq, pages, *sinks = [self._arg(node, i) for i in range(len(node.inputs))]
@@ -233,7 +241,7 @@ class _Lowering:
         return micro.SlotRef(ref.slot, base + shard.lo, base + shard.hi)
 
     def _by_channel(self, node: physical.Node, index: int) -> bool:
-        return takes_channels(node.op, index, self._type(node.inputs[index]).shape)
+        return node.part is None and takes_channels(node.op, index, self._type(node.inputs[index]).shape)
 
     # ---- weights -----------------------------------------------------------------
     def _blocks(self) -> dict[tuple[str, str], micro.Block]:
@@ -269,6 +277,15 @@ class _Lowering:
             link = self._machine.link(*weight_road(self._machine.device(block.device), self._machine))
             est = float(f"{link.latency.value + block.bytes / link.rate.value * 1e6:.4g}")
         return micro.Prefetch(device=block.device, lane=COMPUTE, block=block.name, bytes=block.bytes, est=est)
+
+
+def _reaches(device: Device, other: Device) -> bool:
+    """Whether a device's compiled code can write to the memory of another one: both compute in the host's.
+
+    A lane of copies is a thread that wakes up for each; a row of the code copies kilobytes in a microsecond.
+    """
+    pooled = device.kind == other.kind == "cpu" and device.pool == other.pool != ""
+    return pooled and device.supports("scale", EXACT)
 
 
 def _is_shard(source: physical.Node, node: physical.Node) -> bool:

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from flashrt.errors import PlanError
 from flashrt.ir import logical, micro, physical
 from flashrt.ir.clock import simulate
-from flashrt.ir.ops import ATTENTION_EXACT, LINEAR_EXACT
+from flashrt.ir.ops import ATTENTION_EXACT, LINEAR_BF16, LINEAR_EXACT
 from flashrt.layouts import aligned
 from flashrt.machine import Machine
 from flashrt.passes.budget import peak_activations, room_of
@@ -69,6 +69,7 @@ class Options:
     window: blocks that loading may run ahead. weight_bytes: what the weights of a device may take, ring
     included (devices left out: what its budget leaves); variants that are to share their weights need
     the same. pins: what the user placed. earlier: the variants that were planned before this one.
+    sums: whether products may be sums of parts made by several devices, which rounds differently.
     """
 
     numerics: str = LINEAR_EXACT
@@ -81,6 +82,7 @@ class Options:
     weight_bytes: Mapping[str, int] = field(default_factory=dict)
     pins: tuple[Pin, ...] = ()
     earlier: Earlier = field(default_factory=Earlier)
+    sums: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ def _unchecked(name: str, value: object) -> None:
 def prepare(graph: logical.Graph, options: Options, *, check: Check = _unchecked) -> logical.Graph:
     """The passes on the logical graph: what is placed. Raises PlanError as `compile_graph` does."""
     check_names(options.disabled)
-    for name, rewrite in _rewrites(options):
+    for name, rewrite in _rewrites(options, machine):
         graph = rewrite(graph)
         check(name, graph)
     return graph
@@ -136,7 +138,18 @@ def plan(graph: logical.Graph, machine: Machine, options: Options, *, check: Che
     placed = _placed(graph, machine, options, check)
     stream = _lowered(placed, machine, options, check)
     _within(placed.budgets, stream)
-    return Planned(graph, placed, stream)
+    return Planned(graph, replace(placed, budgets=_stated(placed.budgets, options)), stream)
+
+
+def _room(budgets: Sequence[physical.Budget], options: Options) -> dict[str, int]:
+    """Bytes that each device has for weights, in every variant."""
+    return room_of(budgets, options.earlier.reserve) | dict(options.weight_bytes)
+
+
+def _stated(budgets: Sequence[physical.Budget], options: Options) -> tuple[physical.Budget, ...]:
+    """The budgets without the room for weights that another variant has taken for its results."""
+    room = _room(budgets, options)
+    return tuple(replace(b, weights=min(b.weights, room[b.device] - b.shared)) for b in budgets)
 
 
 def _lowered(
@@ -144,7 +157,7 @@ def _lowered(
 ) -> micro.Stream:
     stream = lower(placed, machine)
     check("lower", stream)
-    room = room_of(placed.budgets, options.earlier.reserve) | dict(options.weight_bytes)
+    room = _room(placed.budgets, options)
     for name, faster in PERFORMANCE.items():
         if name not in options.disabled:
             stream = faster(stream, options, room)
@@ -161,7 +174,9 @@ def check_names(disabled: Iterable[str]) -> None:
         )
 
 
-def _rewrites(options: Options) -> Sequence[tuple[str, Callable[[logical.Graph], logical.Graph]]]:
+def _rewrites(
+    options: Options, machine: Machine
+) -> Sequence[tuple[str, Callable[[logical.Graph], logical.Graph]]]:
     """The passes on the logical graph. Raw operators have a dot (`aten.mul`); without any there is
     nothing to recognise."""
     return (
@@ -175,6 +190,7 @@ def _rewrites(options: Options) -> Sequence[tuple[str, Callable[[logical.Graph],
                 few=options.few,
                 attention=options.attention,
                 exclude=options.exclude,
+                plain=all(d.supports("linear.bf16", LINEAR_BF16) for d in machine.devices),
             ),
         ),
         ("tag", tag),
@@ -187,8 +203,9 @@ def _placed(graph: logical.Graph, machine: Machine, options: Options, check: Che
     cuts = shard(graph, costs, machine)
     check("shard", cuts)
     ways = placements(
-        graph, costs, machine, cuts=cuts, devices=options.devices, pins=options.pins, earlier=options.earlier
-    )
+        graph, costs, machine, cuts=cuts, devices=options.devices, pins=options.pins,
+        earlier=options.earlier, sums=options.sums,
+    )  # fmt: skip
     whole = ways[0].graph if len(ways) == 1 else _quickest(ways, machine, options)
     check("place", whole)
     placed = transfer(whole, machine)
@@ -231,7 +248,7 @@ def _quickest(ways: Sequence[Placement], machine: Machine, options: Options) -> 
 
 def _within(budgets: Sequence[physical.Budget], stream: micro.Stream) -> None:
     """Raises PlanError when a packed stream takes more memory than the plan allows."""
-    held: Counter[str] = Counter({b.device: b.state for b in budgets})
+    held: Counter[str] = Counter({b.device: b.state + b.workspace for b in budgets})
     for device, size in (*stream.arenas, *stream.rings):
         held[device] += size
     for block in stream.blocks:

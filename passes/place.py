@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from flashrt.errors import PlanError
 from flashrt.ir import logical, physical
 from flashrt.ir.bounds import Bounds
+from flashrt.ir.types import State, Weight
 from flashrt.layouts import aligned
 from flashrt.machine import Machine
 from flashrt.passes.budget import (
@@ -26,18 +28,21 @@ from flashrt.passes.budget import (
     state_bytes,
     weight_road,
     weights_held,
+    workspace,
 )
 from flashrt.passes.cost import Costs, block_bytes, kernel_of
 from flashrt.passes.deal import deal
+from flashrt.passes.parts import Parts
 from flashrt.passes.pins import Pin, pinned
 from flashrt.passes.price import Prices, finish
 from flashrt.passes.shard import Cut
-from flashrt.passes.spread import Lanes, Part, Seat, Whole, spread
+from flashrt.passes.spread import Copied, Lanes, Part, Parted, Seat, Shared, Summed, Whole, spread
 from flashrt.passes.task import Earlier, Task, seats_of
 from flashrt.passes.transfer import transfer
 from flashrt.passes.units import lanes
 
 NONE = Earlier()
+NO_SUMS = "its input is in parts, but no sums: they would round differently (numerics=fast allows them)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +91,13 @@ def placements(
     devices: Sequence[str] | None = None,
     pins: Sequence[Pin] = (),
     earlier: Earlier = NONE,
+    sums: bool = False,
 ) -> list[Placement]:
     """The ways that fit, the one that is predicted to be the fastest first.
 
     devices: ids to choose from (all); cuts: what `shard` found, to be told and used. pins: what the user
     placed. earlier: plans of the same model for other sizes of a step, with which this one takes turns.
+    sums: whether products may be sums of parts, which rounds differently.
 
     Raises:
         PlanError: no device can hold the graph, nothing runs one of its operations, or a pin can't be kept.
@@ -101,7 +108,8 @@ def placements(
     weights = {w.name: w for w in graph.weights}
     kernels = {n.name: kernel_of(n, weights) for n in graph.nodes}
     env = {s.name: s.hint for s in graph.symbols}
-    task = Task(graph, costs, machine, usable, kernels, env, cuts or {}, earlier)
+    parts = Parts(graph, earlier.weights())
+    task = Task(graph, costs, machine, usable, kernels, env, parts, cuts or {}, earlier, sums=sums)
     held_by = pinned(graph, pins, [d.id for d in usable])
     task = replace(task, fixed=_fixed(task, held_by))
     plans = _Plans(task).all()
@@ -111,26 +119,34 @@ def placements(
     return [Placement(_told(each, [p for p in plans if p is not each], task), each.total) for each in fitting]
 
 
-def _fixed(task: Task, pins: Mapping[str, Pin]) -> dict[str, Whole]:
+def _fixed(task: Task, pins: Mapping[str, Pin]) -> dict[str, Seat]:
     """Seats of the nodes that pins or the states of earlier variants hold."""
-    out: dict[str, Whole] = {}
-    homes = task.earlier.states()
+    out: dict[str, Seat] = {}
+    homes, before = task.earlier.states(), task.earlier.seats()
     for node in task.graph.nodes:
         states = [s for s in (*node.reads, *node.writes) if s in homes]
         if states:
             out[node.name] = Whole(homes[states[0]], False, "its state is there in every variant")
+        elif (node.reads or node.writes) and isinstance(seat := before.get(node.name), Parted):
+            out |= dict.fromkeys(task.parts.groups[node.name].nodes, seat)
+    for node in task.graph.nodes:
         if (pin := pins.get(node.name)) is not None:
             out[node.name] = _at_pin(node, pin, task, out.get(node.name))
     return out
 
 
-def _at_pin(node: logical.Node, pin: Pin, task: Task, before: Whole | None) -> Whole:
-    seat = task.seat(node, pin.device)
+def _at_pin(node: logical.Node, pin: Pin, task: Task, before: Seat | None) -> Whole:
+    if isinstance(before, Parted):
+        among = " and ".join(before.devices)
+        raise PlanError(
+            f"{pin}: every variant shares {node.name} among {among}", hint="pin it in all of them"
+        )
+    seat = task.whole(node, pin.device)
     if seat.device != pin.device:
         raise PlanError(
             f"{pin}: {node.name} can't be there: {seat.obstacle}", hint="pin it elsewhere, or not"
         )
-    if before is not None and before.device != pin.device:
+    if isinstance(before, Whole) and before.device != pin.device:
         raise PlanError(f"{pin}: {node.name} is on {before.device}: {before.obstacle}", hint="pin it there")
     return replace(seat, obstacle="; ".join(filter(None, (f"pinned by {pin}", seat.obstacle))))
 
@@ -182,12 +198,13 @@ class _Plans:
     ) -> _Plan:
         graph = self._task.graph
         outputs = [o.value.removeprefix("%") for o in graph.outputs]
-        parts = spread(graph.nodes, seats, self._joint, outputs)
+        parts = spread(graph.nodes, seats, self._joint, self._task.parts, outputs)
         env = dict(self._task.env) | {s.name: s.start for s in splits}
         prices = Prices(graph, self._task.costs, self._task.machine, env)
+        nodes = tuple(_node(part, prices) for part in parts)
         whole = physical.Graph(
-            graph.name, graph.symbols, splits, graph.inputs, graph.weights, graph.states, (),
-            tuple(_node(part, prices) for part in parts), graph.outputs,
+            graph.name, graph.symbols, splits, graph.inputs, self._weights(nodes), self._states(nodes), (),
+            nodes, graph.outputs,
         )  # fmt: skip
         used = dict.fromkeys(n.device for n in whole.nodes)
         total = self._total(parts, prices)
@@ -205,6 +222,16 @@ class _Plans:
         lacks = "; ".join(n.short() for n in needs if n.least > n.left)
         whole = replace(whole, budgets=budgets)
         return _Plan(name or " and ".join(used), seats, whole, total, "; ".join(streams), lacks, causes or {})
+
+    def _weights(self, nodes: Sequence[physical.Node]) -> tuple[Weight, ...]:
+        """The graph's weights, and the parts of them in use."""
+        used = dict.fromkeys(i[1:] for n in nodes for i in n.inputs if i[0] == "@")
+        parts = (w for name in used if (w := self._task.weights[name]).of)
+        return (*self._task.graph.weights, *parts)
+
+    def _states(self, nodes: Sequence[physical.Node]) -> tuple[State, ...]:
+        """The states in use: whole, or in parts."""
+        return tuple(self._task.states(nodes))
 
     def _total(self, parts: Sequence[Part], prices: Prices) -> float:
         if len(self._task.usable) > 1:
@@ -242,6 +269,7 @@ class _Plans:
             weights=sum(sizes.values()) + beside,
             state=sum(state_bytes(s, task.env) for s in task.states(nodes)),
             activations=peak_activations(nodes, whole),
+            workspace=workspace(nodes, whole, task.machine.device(id)),
         )
         # beside variants of which all weights stay, all have to stay
         stays = task.earlier.graphs and self._streaming_before is None
@@ -259,6 +287,7 @@ def _node(part: Part, prices: Prices) -> physical.Node:
     """The part as a node of the physical graph; the cause is still missing."""
     node, cost = part.node, prices.cost(part)
     shard = None if part.lo is None or part.hi is None else physical.Range(part.lo, part.hi)
+    share = physical.Range(*part.shares[:2]) if part.shares else None
     if part.merge:
         return physical.Node(
             name=part.name, op="merge", inputs=part.inputs, type=part.type, device=part.device,
@@ -266,7 +295,7 @@ def _node(part: Part, prices: Prices) -> physical.Node:
         )  # fmt: skip
     return physical.Node(
         name=part.name, op=f"host.{node.op}" if part.host else node.op, inputs=part.inputs,
-        type=part.type, device=part.device, of=part.of, shard=shard, attrs=node.attrs,
+        type=part.type, device=part.device, of=part.of, shard=shard, part=share, attrs=node.attrs,
         numerics=node.numerics, reads=node.reads, writes=node.writes,
         est=cost.est, bytes=cost.bytes, flops=cost.flops, origin=node.origin,
     )  # fmt: skip
@@ -291,11 +320,27 @@ def _because(node: physical.Node, plan: _Plan, verdict: str, task: Task) -> str:
         return f"its shards are needed together on {node.device}; {verdict}"
     reasons = [seat.obstacle or verdict] if isinstance(seat, Whole) else [verdict]
     if node.of in plan.causes:
-        own = seat.obstacle if isinstance(seat, Whole) else f"channels shared by {' and '.join(seat.devices)}"
-        reasons = [*filter(None, (own, plan.causes[node.of])), verdict]
+        reasons = [*filter(None, (_manner(node, seat), plan.causes[node.of])), verdict]
     elif node.of in task.cuts:
         reasons.append(task.cuts[node.of].because)
+    if node.op == "linear" and not task.sums and isinstance(seat, Whole | Shared):
+        x = plan.seats.get(node.inputs[0][1:])
+        reasons += [NO_SUMS] if isinstance(x, Parted) else []
     return "; ".join(reasons)
+
+
+def _manner(node: physical.Node, seat: Seat) -> str:
+    """How a node is shared, or why it is where it is."""
+    if isinstance(seat, Whole):
+        return seat.obstacle
+    among = " and ".join(seat.devices)
+    if isinstance(seat, Copied):
+        return f"computed on each of {among}"
+    if isinstance(seat, Parted | Summed):
+        each = " and ".join(str(b - a) for a, b in pairwise(seat.bounds))
+        what = "sum of parts" if isinstance(seat, Summed) else "made in parts"
+        return f"{what} by {among}, {each} of {seat.bounds[-1]} shares"
+    return f"channels shared by {among}"
 
 
 def _verdict(plan: _Plan, others: Sequence[_Plan], graph: logical.Graph) -> str:

@@ -25,6 +25,7 @@ def precision(
     few: str = "",
     attention: str = ATTENTION_EXACT,
     exclude: Sequence[str] = (),
+    plain: bool = False,
 ) -> logical.Graph:
     """node, weight → node numerics=…, weight layout=…
 
@@ -38,6 +39,7 @@ def precision(
     queries and weights are rounded to it, too.
     exclude: operations or names, or dotted parts of names (`lm_head`, `layers.0`); linears among them
     stay exact, and so does a joint linear with such a part.
+    plain: with "act=bf16 acc=f32" products with bf16 weights round their input, too.
 
     Raises:
         PlanError: unknown numerics, an `exclude` that nothing fits, or a matrix in no known layout.
@@ -58,19 +60,22 @@ def precision(
         if node.op == "attention":
             return attention
         short = node.op == "linear" and known.interval(node.type.shape[0])[1] <= FEW_ROWS
-        return _numerics(node, weights, few if few and short else numerics, exact)
+        return _numerics(node, weights, few if few and short else numerics, exact, plain)
 
     nodes = tuple(replace(n, numerics=chosen(n)) for n in graph.nodes)
     return replace(graph, weights=tuple(weights.values()), nodes=nodes)
 
 
-def _numerics(node: logical.Node, weights: Mapping[str, Weight], numerics: str, exact: Set[str]) -> str:
+def _numerics(
+    node: logical.Node, weights: Mapping[str, Weight], numerics: str, exact: Set[str], plain: bool
+) -> str:
     if node.op not in OPS:
         return EXACT
     if node.op != "linear" or numerics == LINEAR_EXACT:
         return OPS[node.op].numerics
-    quantised = LAYOUTS[weights[node.inputs[1]].layout].bits > 0
-    return numerics if quantised and node.name not in exact else LINEAR_EXACT
+    layout = LAYOUTS[weights[node.inputs[1]].layout]
+    rounds = layout.bits > 0 or (plain and numerics == LINEAR_BF16 and layout.name == "bf16")
+    return numerics if rounds and node.name not in exact else LINEAR_EXACT
 
 
 def _excluded(graph: logical.Graph, exclude: Sequence[str]) -> set[str]:

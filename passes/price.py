@@ -23,23 +23,35 @@ class Prices:
         self._costs = costs
         self.values = {n.name: n.type for n in graph.nodes}
         self._types = {i.name: i.type for i in graph.inputs} | self.values
-        self._est: dict[tuple[str, str, Dim | None, Dim | None], float] = {}
+        self._parts: dict[object, Cost] = {}
+        self._est: dict[tuple[str, str, object], float] = {}
         self._bytes: dict[TensorType, float] = {}
         self._links: dict[tuple[str, str], tuple[float, float]] = {}
+        self.common: frozenset[str] = frozenset()  # values that come to a device once, for many units
 
     def cost(self, part: Part) -> Cost:
         """A part's price as sizes in the symbols."""
         if part.merge:
             return Cost(MERGE, 0, 0)
+        device = self.machine.device(part.device)
+        if part.sum:
+            return price(part.type.bytes * 3, part.type.elements, part.node.numerics, device)
         whole = self._costs.of(part.node.name, part.device)
-        if part.lo is None or part.hi is None:
+        if (share := _share(part)) is None:
             return whole
-        width = part.node.type.shape[-1]
-        assert isinstance(width, int), part.node.name
-        share = (part.hi - part.lo) * (1 / width)
-        fixed = self._types[part.node.inputs[0][1:]].bytes if part.node.op == "linear" else 0
-        moved = fixed + (whole.bytes - fixed) * share
-        return price(moved, whole.flops * share, part.node.numerics, self.machine.device(part.device))
+        fixed = self._fixed(part) if part.node.op == "linear" else None
+        key = (whole, share, fixed, part.node.numerics, part.device)  # the layers of a model repeat it
+        if key not in self._parts:
+            least = fixed.bytes if fixed else 0
+            moved = least + (whole.bytes - least) * share
+            self._parts[key] = price(moved, whole.flops * share, part.node.numerics, device)
+        return self._parts[key]
+
+    def _fixed(self, part: Part) -> TensorType:
+        """What every part of a product moves whole: input for some channels, result for some columns."""
+        if part.shares and part.type == self.values[part.node.name]:
+            return part.type
+        return self._types[part.node.inputs[0][1:]]
 
     def kind(self, node: logical.Node) -> object:
         """The same for nodes that cost the same."""
@@ -50,7 +62,7 @@ class Prices:
         """Microseconds of a part; nothing for what is gone when the stream is made faster."""
         if part.merge or part.node.op in FREE:
             return 0.0
-        key = (part.node.name, part.device, part.lo, part.hi)
+        key = (part.node.name, part.device, part.sum or part.shares or (part.lo, part.hi))
         if key not in self._est:
             self._est[key] = max(0.0, float(evaluate(self.cost(part).est, self.env)))
         return self._est[key]
@@ -66,10 +78,25 @@ class Prices:
         return latency + self._bytes[type] * each
 
 
-def finish(parts: Sequence[Part], prices: Prices, home: str = "", wanted: Iterable[str] = ()) -> float:
+def _share(part: Part) -> Dim | None:
+    """How much of its node a part is; None for all of it."""
+    if part.shares:
+        lo, hi, of = part.shares
+        return (hi - lo) / of
+    if part.lo is None or part.hi is None:
+        return None
+    width = part.node.type.shape[-1]
+    assert isinstance(width, int), part.node.name
+    return (part.hi - part.lo) * (1 / width)
+
+
+def finish(
+    parts: Sequence[Part], prices: Prices, homes: Sequence[str] = (), wanted: Iterable[str] = ()
+) -> float:
     """Microseconds until every part is done: each device computes one after the other and copies beside it.
 
-    home: the device of the values that the parts take and none of them makes; there `wanted` values end.
+    homes: the devices that have the values which the parts take and none of them makes; all of them want
+    `wanted` values in the end.
     """
     made = {p.name: p for p in parts}
     done: dict[str, float] = {}
@@ -80,7 +107,7 @@ def finish(parts: Sequence[Part], prices: Prices, home: str = "", wanted: Iterab
     def there(name: str, device: str) -> float:
         """When a value is on a device; the first to ask for it there has it copied."""
         source = made.get(name)
-        origin = source.device if source else home if name in prices.values else device
+        origin = source.device if source else outside(name, device)
         if origin == device:
             return done.get(name, 0.0)
         if (name, device) not in arrived:
@@ -89,10 +116,19 @@ def finish(parts: Sequence[Part], prices: Prices, home: str = "", wanted: Iterab
             arrived[name, device] = copies[origin] = start + prices.copy(type, origin, device)
         return arrived[name, device]
 
+    def outside(name: str, device: str) -> str:
+        far = name in prices.values and name not in prices.common and device not in homes
+        return homes[0] if far else device
+
+    def copied(name: str, device: str) -> str:
+        """What a value is called on a device that makes it, too."""
+        own = f"{name}@{device}"
+        return own if own in made and made[own].device == device else name
+
     for part in parts:
         begin = max((there(i[1:], part.device) for i in part.inputs if i[0] == "%"), default=0.0)
         done[part.name] = begin
         if cost := prices.est(part):
             free[part.device] = done[part.name] = max(begin, free[part.device]) + cost
-    ends = [there(name, home) for name in wanted if name in made]
+    ends = [there(name if at == 0 else copied(name, d), d) for name in wanted for at, d in enumerate(homes)]
     return max([*free.values(), *ends], default=0.0)

@@ -51,7 +51,7 @@ class Ratios:
     ) -> None:
         self._prices, self._joint, self._units, self._known = prices, joint, units, known
         self._products: dict[int, list[logical.Node]] = {}
-        kinds = {(n.type, prices.kind(n)): n for n in products}
+        kinds = {(n.type, self.width(n), prices.kind(n)): n for n in products}
         for node in kinds.values():
             self._products.setdefault(self.width(node), []).append(node)
         self.made: dict[tuple[int, tuple[str, ...]], Cuts | None] = {}

@@ -1,7 +1,7 @@
 """Marks what a backend may compile into one launch.
 
-Computing instructions that follow each other in their lane get the same region number.
-A host row, or a load, eviction or transfer in the same lane, ends a region.
+Computing instructions, and copies among them, that follow each other in their lane get the same
+region number. A host row, a load or an eviction in the same lane ends a region.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import count
 
 from flashrt.ir import micro
+from flashrt.ir.order import COMPUTE
 
 
 def region(stream: micro.Stream) -> micro.Stream:
@@ -36,5 +37,7 @@ def _joins(instr: micro.Instr) -> bool:
             return not instr.kernel.startswith("host.")
         case micro.Quantize() | micro.Bias():
             return True
+        case micro.Transfer():
+            return instr.lane == COMPUTE  # the device's own code writes to the other one's memory
         case _:
             return False

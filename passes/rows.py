@@ -28,7 +28,7 @@ def rows_used(node: physical.Node, index: int, weight: Weight, known: Bounds) ->
     """Rows of a weight that a node uses at any position of the splits, in whole row groups."""
     n = weight.type.shape[0] if weight.type.shape else 1
     assert isinstance(n, int), weight
-    if node.shard is None or not takes_channels(node.op, index, weight.type.shape):
+    if node.shard is None or node.part is not None or not takes_channels(node.op, index, weight.type.shape):
         return 0, n
     group = LAYOUTS[weight.layout].rows if len(weight.type.shape) == 2 and weight.layout else 1
     lo = math.floor(known.interval(node.shard.lo)[0])

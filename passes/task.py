@@ -12,8 +12,9 @@ from flashrt.ir.types import Dim, Env, State, Weight, evaluate
 from flashrt.machine import Device, Machine
 from flashrt.passes.budget import HOSTS, Held, held_bytes, weights_held
 from flashrt.passes.cost import Costs, Node
+from flashrt.passes.parts import Parts
 from flashrt.passes.shard import Cut
-from flashrt.passes.spread import Seat, Shared, Whole
+from flashrt.passes.spread import Copied, Parted, Seat, Shared, Summed, Whole
 
 TAGGED = ("gpu", "npu", "cpu")  # kinds that an affinity speaks of
 
@@ -38,6 +39,14 @@ class Earlier:
         for graph in self.graphs:
             out |= weights_held(graph.nodes, {w.name: w for w in graph.weights}, Bounds.of(graph))
         return out
+
+    def weights(self) -> list[Weight]:
+        """All weights of the plans, parts of others among them."""
+        return list({w.name: w for g in self.graphs for w in g.weights}.values())
+
+    def seats(self) -> dict[str, Seat]:
+        """Where each node sits, in the last plan that has it."""
+        return {name: seat for g in self.graphs for name, seat in seats_of(g).items()}
 
     def cuts(self) -> dict[tuple[int, tuple[str, ...]], tuple[int, ...]]:
         """(width, devices) → where products are cut for good."""
@@ -67,10 +76,15 @@ def seats_of(graph: physical.Graph) -> dict[str, Seat]:
     """Where each node of the logical graph sits in a physical one."""
     out: dict[str, Seat] = {}
     shards: dict[tuple[str, str], list[physical.Node]] = {}
+    parts: dict[str, list[physical.Node]] = {}
     for node in graph.nodes:
         if node.op in ("transfer", "merge"):
             continue
-        if node.shard is None:
+        if node.part is not None:
+            parts.setdefault(node.of, []).append(node)
+        elif node.shard is None and node.of in out:
+            out[node.of] = _copied(out[node.of], node.device)
+        elif node.shard is None:
             out[node.of] = Whole(node.device, node.op.startswith("host."))
         else:
             shards.setdefault((node.of, node.name.rpartition("#")[0]), []).append(node)
@@ -78,14 +92,34 @@ def seats_of(graph: physical.Graph) -> dict[str, Seat]:
         base = nodes[0].shard.lo if nodes[0].shard else 0
         bounds: list[Dim] = [0] + [n.shard.hi - base for n in nodes if n.shard]
         out[value] = out[piece] = Shared(tuple(n.device for n in nodes), tuple(bounds))
+    columns = {f"@{w.name}" for w in graph.weights if w.columns}
+    for value, nodes in parts.items():
+        ends = [_whole(n.part.hi) for n in nodes if n.part]
+        shares, devices = (0, *ends), tuple(n.device for n in nodes)
+        if columns & {i for n in nodes for i in n.inputs}:
+            out[value] = Summed(devices, shares, isinstance(out.get(value), Copied))
+        else:
+            out[value] = Parted(devices, shares)
     return out
+
+
+def _copied(seat: Seat, device: str) -> Seat:
+    """A seat, and the device beside it, if that is another."""
+    devices = (seat.device,) if isinstance(seat, Whole) else seat.devices
+    return seat if device in devices else Copied((*devices, device))
+
+
+def _whole(value: Dim) -> int:
+    assert isinstance(value, int), value
+    return value
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """kernels: names by node. env: typical values of the symbols. cuts: what `shard` found.
 
-    fixed: seats of nodes that have no choice, with the cause as obstacle.
+    fixed: seats of nodes that have no choice, with the cause as obstacle. parts: see `parts`. sums: whether
+    products may be sums of parts, which rounds differently.
     """
 
     graph: logical.Graph
@@ -94,28 +128,33 @@ class Task:
     usable: tuple[Device, ...]
     kernels: Mapping[str, str]
     env: Env
+    parts: Parts
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     earlier: Earlier = field(default_factory=Earlier)
-    fixed: Mapping[str, Whole] = field(default_factory=dict)
+    fixed: Mapping[str, Seat] = field(default_factory=dict)
+    sums: bool = False
     known: dict[object, str] = field(default_factory=dict)  # obstacles found so far
 
     @property
     def weights(self) -> dict[str, Weight]:
-        return {w.name: w for w in self.graph.weights}
+        """By name, with the parts of weights that were made so far."""
+        return self.parts.weights
 
     def states(self, nodes: Iterable[Node]) -> list[State]:
-        """The states that the nodes use."""
-        own = {name for n in nodes for name in (*n.reads, *n.writes)}
-        return [s for s in self.graph.states if s.name in own]
+        """The states that the nodes use, or parts of states."""
+        own = dict.fromkeys(name for n in nodes for name in (*n.reads, *n.writes))
+        return [self.parts.states[name] for name in own]
 
     def est(self, node: logical.Node, device: str) -> float:
         """Predicted time of a node at typical sizes, in microseconds."""
         return evaluate(self.costs.of(node.name, device).est, self.env)
 
-    def seat(self, node: logical.Node, device: str) -> Whole:
+    def seat(self, node: logical.Node, device: str) -> Seat:
         """Where a node sits when a device is tried for it. Raises PlanError when nothing runs it."""
-        if node.name in self.fixed:
-            return self.fixed[node.name]
+        return self.fixed.get(node.name) or self.whole(node, device)
+
+    def whole(self, node: logical.Node, device: str) -> Whole:
+        """The same for a node that isn't fixed."""
         obstacle = self.obstacle(node, device)
         if not obstacle:
             return Whole(device)
@@ -131,15 +170,16 @@ class Task:
             )
         return Whole(host, True, f"{obstacle}: runs on the reference implementation")
 
-    def obstacle(self, node: logical.Node, id: str) -> str:
-        """Why a device can't run a node, or ""."""
-        key = (self.kernels[node.name], node.op, node.numerics, node.affinity, id)
+    def obstacle(self, node: logical.Node, id: str, kernel: str = "") -> str:
+        """Why a device can't run a node, or "". kernel: another name for it than the graph's."""
+        kernel = kernel or self.kernels[node.name]
+        key = (kernel, node.op, node.numerics, node.affinity, id)
         if key not in self.known:
-            self.known[key] = self._obstacle(node, id)
+            self.known[key] = self._obstacle(node, id, kernel)
         return self.known[key]
 
-    def _obstacle(self, node: logical.Node, id: str) -> str:
-        kernel, device = self.kernels[node.name], self.machine.device(id)
+    def _obstacle(self, node: logical.Node, id: str, kernel: str) -> str:
+        device = self.machine.device(id)
         if not any(name == kernel for name, _ in device.kernels):
             return f"no {kernel} kernel on {id}"
         if not device.supports(kernel, node.numerics):

@@ -61,8 +61,8 @@ def _runs(nodes: Sequence[logical.Node]) -> Iterator[list[logical.Node]]:
         yield run
 
 
-def signature(unit: Unit, weights: Mapping[str, Weight], fixed: Mapping[str, str]) -> object:
-    """Equal for units that cost the same wherever they are put. fixed: devices of nodes without a choice."""
+def signature(unit: Unit, weights: Mapping[str, Weight], fixed: Mapping[str, object]) -> object:
+    """Equal for units that cost the same wherever they are put. fixed: where nodes without a choice are."""
 
     def of(name: str) -> object:
         return (weights[name[1:]].type, weights[name[1:]].layout) if name[0] == "@" else ""

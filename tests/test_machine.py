@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashrt.errors import ParseError, PlanError
-from flashrt.machine import Device, Link, Machine, Measured, from_json, to_json
+from flashrt.machine import Device, Link, Machine, Measured, Workspace, from_json, to_json
 
 numbers = st.floats(0, 1e15, allow_nan=False)
 words = st.text(max_size=8)
@@ -59,7 +59,7 @@ def test_json_round_trip(machine: Machine) -> None:
 HARDWARE: dict[str, Any] = {
     "id": "cpu:1", "kind": "npu", "name": "Other", "memory": 1, "cores": 9,
     "kernels": (("linear.q4.16x32", "acc=f32"),), "features": ("avx2", "amx"),
-    "cpus": (0, 1), "limit": 10**9, "pool": "host",
+    "cpus": (0, 1), "limit": 10**9, "pool": "host", "workspace": {"sample": Workspace(core=1)},
 }  # fmt: skip
 PASSING: dict[str, Any] = {
     "read": Measured(1.0, "reported"), "rates": {}, "launch": Measured(7.0, "measured"),

@@ -81,7 +81,7 @@ def _variant(variant: Variant) -> dict[str, Any]:
         "nodes_us": sum(n["estimate_us"] for n in nodes),
         "budgets": [
             {"device": b.device, "limit": b.limit, "weights": b.weights, "state": b.state,
-             "activations": b.activations, "shared": b.shared}
+             "activations": b.activations, "shared": b.shared, "workspace": b.workspace, "peak": b.peak}
             for b in graph.budgets
         ],
         "host_rows": [n["name"] for n in nodes if n["host"]],
@@ -156,9 +156,10 @@ def _print_sums(variant: dict[str, Any]) -> None:
     if abs(placed - after) > 0.005 * placed:
         show(f"nodes {micros(placed)}, after the performance passes {micros(after)}")
     for budget in variant["budgets"]:
+        owners = [o for o in ("weights", "state", "activations", "workspace") if budget[o]]
+        show(f"{budget['device']}: " + ", ".join(f"{owner} {size(budget[owner])}" for owner in owners))
         show(
-            f"{budget['device']}: weights {size(budget['weights'])}, state {size(budget['state'])}, "
-            f"activations {size(budget['activations'])} of {size(budget['limit'])}"
+            f"  {size(budget['peak'])} at most, of {size(budget['limit'])}"
             + (f"; {size(budget['shared'])} of weights shared" if budget["shared"] else "")
         )
     if rows := variant["host_rows"]:

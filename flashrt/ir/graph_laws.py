@@ -71,6 +71,9 @@ def bound_before_use(graph: Graph) -> Iterator[Violation]:
 def declared(graph: Graph) -> Iterator[Violation]:
     """The weights and states that nodes use are declared."""
     weights, states = {w.name for w in graph.weights}, {s.name for s in graph.states}
+    for weight in graph.weights:
+        if weight.of and weight.of not in weights:
+            yield Violation(f"weight @{weight.name} is a part of @{weight.of}, which isn't declared")
     for at, node in enumerate(_nodes(graph)):
         for name in (i[1:] for i in node.inputs if i[:1] == "@"):
             if name not in weights:
@@ -98,6 +101,22 @@ def symbols_declared(graph: Graph) -> Iterator[Violation]:
         ends = symbols_of(shard.lo) | symbols_of(shard.hi) if shard else frozenset[str]()
         if names := unknown(node.type, ends):
             yield Violation(f"%{node.name} has undeclared symbols: {names}", at)
+
+
+def parts_fit(graph: Graph) -> Iterator[Violation]:
+    """A weight that is a part of another has as many rows and columns as it takes of that."""
+    wholes = {w.name: w.type for w in graph.weights}
+    for weight in graph.weights:
+        if (whole := wholes.get(weight.of)) is None:
+            continue
+        want = list(whole.shape)
+        for axis, ends in enumerate((weight.rows, weight.columns)):
+            if ends and axis < len(want):
+                if any(a > b for a, b in pairwise(ends)) or len(ends) % 2 or ends[-1] > want[axis]:  # type: ignore[operator]
+                    yield Violation(f"weight @{weight.name}: {list(ends)} are no ranges of @{weight.of}")
+                want[axis] = sum(ends[1::2]) - sum(ends[::2])
+        if weight.type != (part := whole.with_shape(*want)):
+            yield Violation(f"weight @{weight.name} is {weight.type}, its part of @{weight.of} is {part}")
 
 
 def outputs_bound(graph: Graph) -> Iterator[Violation]:
@@ -257,9 +276,8 @@ def within_budget(graph: physical.Graph) -> Iterator[Violation]:
     for name in _twice(b.device for b in graph.budgets):
         yield Violation(f"device {name} has two budgets")
     for budget in graph.budgets:
-        total = budget.weights + budget.state + budget.activations
-        if total > budget.limit:
-            yield Violation(f"device {budget.device} holds {total} bytes, its budget is {budget.limit}")
+        if budget.peak > budget.limit:
+            yield Violation(f"device {budget.device} holds {budget.peak} bytes, its budget is {budget.limit}")
     known = {b.device for b in graph.budgets}
     for at, node in enumerate(graph.nodes):
         if known and node.device not in known:
@@ -291,6 +309,7 @@ _BOTH: tuple[Law[Any], ...] = (
         symbols_declared,
         "add a `symbol` line (a `split` line for a split variable) or correct the size",
     ),
+    Law("parts-fit", parts_fit, "correct the ranges or the type of the part"),
     Law("outputs-bound", outputs_bound, "name an input or a node, without a sigil"),
 )
 LOGICAL: tuple[Law[logical.Graph], ...] = (

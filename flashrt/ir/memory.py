@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from flashrt.ir import micro
@@ -36,6 +38,9 @@ class Use:
     owner: Owner
     axis: Dim
     span: Span | None
+
+
+Uses = Sequence[Use]
 
 
 def owner_of(access: Access) -> Owner:
@@ -171,18 +176,75 @@ class Hazard(NamedTuple):
     owner: Owner
 
 
-@dataclass(slots=True)
-class _Piece:
-    """The accesses of one piece that later ones must be checked against, as (step, instruction).
+At = tuple[int, int]  # step, instruction
+MANY = 4  # owners of a piece, from which on it pays to keep its accesses by lane
 
-    reads: by use and lane, since the last read of a lane stands for the ones before it.
+
+class _Trail:
+    """The accesses of one kind to one piece that later ones must be checked against.
+
+    held: by owner, then by use and lane, since the last read of a lane stands for the ones before it. Uses of
+    different owners always conflict: of many others it is enough to look at the last one of each lane.
+    """
+
+    __slots__ = ("_lanes", "held")
+
+    def __init__(self) -> None:
+        self.held: dict[Owner, dict[tuple[Use, int], At]] = {}
+        self._lanes: dict[int, list[tuple[Use, At]]] = {}  # in order, once asked for; some not held any more
+
+    def add(self, use: Use, lane: int, at: At) -> None:
+        """Records an access."""
+        own = self.held.get(use.owner)
+        if own is None:
+            own = self.held[use.owner] = {}
+        own[use, lane] = at
+        if self._lanes:
+            self._lanes.setdefault(lane, []).append((use, at))
+
+    def others(self, owner: Owner) -> list[At]:
+        """The accesses by everyone but an owner."""
+        return [at for o, own in self.held.items() if o != owner for at in own.values()]
+
+    def latest(self, owner: Owner) -> Iterator[At]:
+        """Of each lane, the last one of the `others`."""
+        if not self._lanes:
+            every = ((at, use, lane) for own in self.held.values() for (use, lane), at in own.items())
+            for at, use, lane in sorted(every, key=itemgetter(0)):
+                self._lanes.setdefault(lane, []).append((use, at))
+        for lane, trail in self._lanes.items():
+            while trail and self.held.get(trail[-1][0].owner, {}).get((trail[-1][0], lane)) != trail[-1][1]:
+                trail.pop()
+            yield from islice((at for use, at in reversed(trail) if use.owner != owner), 1)
+
+    def drop(self, new: Use, known: Bounds) -> None:
+        """Forgets what `new` supersedes."""
+        if new.span is None:
+            self.held.clear()
+            self._lanes.clear()
+        elif own := self.held.get(new.owner):
+            for key in [key for key in own if supersedes(new, key[0], known)]:
+                del own[key]
+
+    def keep(self, owner: Owner) -> None:
+        """Forgets the `others`."""
+        own = self.held.get(owner)
+        self.held = {} if own is None else {owner: own}
+        self._lanes.clear()
+
+
+class _Piece:
+    """What later accesses of one piece of memory are checked against.
+
     owner, spans: whose the piece is, and the channels written since it became theirs.
     """
 
-    writes: dict[Use, tuple[int, int]] = field(default_factory=dict)
-    reads: dict[tuple[Use, int], tuple[int, int]] = field(default_factory=dict)
-    owner: Owner = ()
-    spans: dict[tuple[Dim, Span], None] = field(default_factory=dict)
+    __slots__ = ("owner", "reads", "spans", "writes")
+
+    def __init__(self) -> None:
+        self.writes, self.reads = _Trail(), _Trail()
+        self.owner: Owner = ()
+        self.spans: dict[tuple[Dim, Span], None] = {}
 
 
 def timed_uses(memory: MemoryMap) -> Iterator[tuple[list[Use], list[Use]]]:
@@ -212,80 +274,94 @@ def hazards(memory: MemoryMap) -> Iterator[Hazard]:
     stream, order = memory.stream, HappensBefore(memory.stream)
     inputs = [memory.use(Access("slot", s.device, s.id)) for s in stream.slots if s.input]
     outputs = [memory.use(Access("slot", "", slot)) for slot in output_slots(stream)]
-    scan = _Scan(memory.bounds, order)
+    host: tuple[Uses, Uses] = outputs, inputs
+    uses = [*timed_uses(memory), host]
+    scan = _Scan(memory.bounds, order, _contested(uses, order))
     for step in (0, 1):
         yield from scan.visit(step, order.host, (), inputs)
-        for i, (reads, writes) in enumerate(timed_uses(memory)):
+        for i, (reads, writes) in enumerate(uses[:-1]):
             yield from scan.visit(step, i, reads, writes)
         if step == 0:
             yield from scan.peek(order.host, outputs)
 
 
+def _contested(uses: Sequence[tuple[Uses, Uses]], order: HappensBefore) -> set[int]:
+    """The pieces that several lanes touch. A lane orders itself."""
+    first: dict[int, int] = {}
+    found: set[int] = set()
+    for i, (reads, writes) in enumerate(uses):
+        lane = order.lane(i)
+        for use in chain(reads, writes):
+            found.update(number for number in use.pieces if first.setdefault(number, lane) != lane)
+    return found
+
+
 class _Scan:
     """Goes through the accesses of two steps in order and compares each with the ones before it."""
 
-    def __init__(self, known: Bounds, order: HappensBefore) -> None:
-        self._known, self._order = known, order
+    def __init__(self, known: Bounds, order: HappensBefore, contested: set[int]) -> None:
+        self._known, self._order, self._contested = known, order, contested
         self._pieces: dict[int, _Piece] = defaultdict(_Piece)
 
-    def visit(self, step: int, i: int, reads: Iterable[Use], writes: Iterable[Use]) -> Iterator[Hazard]:
+    def visit(self, step: int, i: int, reads: Uses, writes: Uses) -> Iterator[Hazard]:
         """The hazards of one instruction against everything before it."""
         found: dict[Hazard, None] = {}
         for use in reads:
             for number in use.pieces:
-                self._read(self._pieces[number], step, i, use, found)
+                if number in self._contested:
+                    self._read(self._pieces[number], step, i, use, found)
         for use in writes:
             for number in use.pieces:
-                self._write(self._pieces[number], step, i, use, found)
+                if number in self._contested:
+                    self._write(self._pieces[number], step, i, use, found)
         # within a step a hazard shows up in both steps: the first time is enough
         yield from (h for h in found if h.steps == step)
 
-    def peek(self, i: int, reads: Iterable[Use]) -> Iterator[Hazard]:
+    def peek(self, i: int, reads: Uses) -> Iterator[Hazard]:
         """The hazards of reading in the next step, without keeping a record of it."""
         found: dict[Hazard, None] = {}
         for use in reads:
             for number in use.pieces:
-                self._compare("read-after-write", self._pieces[number].writes.items(), 1, i, use, found)
+                self._compare("read-after-write", self._pieces[number].writes, 1, i, use, found)
         yield from found
 
     def _read(self, piece: _Piece, step: int, i: int, use: Use, found: dict[Hazard, None]) -> None:
-        self._compare("read-after-write", piece.writes.items(), step, i, use, found)
-        piece.reads[use, self._order.lane(i)] = (step, i)
+        self._compare("read-after-write", piece.writes, step, i, use, found)
+        piece.reads.add(use, self._order.lane(i), (step, i))
 
     def _write(self, piece: _Piece, step: int, i: int, use: Use, found: dict[Hazard, None]) -> None:
-        self._compare("write-after-write", piece.writes.items(), step, i, use, found)
-        earlier = ((old, at) for (old, _), at in piece.reads.items())
-        self._compare("write-after-read", earlier, step, i, use, found)
+        self._compare("write-after-write", piece.writes, step, i, use, found)
+        self._compare("write-after-read", piece.reads, step, i, use, found)
         self._forget(piece, use)
-        piece.writes[use] = (step, i)
+        piece.writes.add(use, self._order.lane(i), (step, i))
 
     def _compare(
-        self,
-        kind: str,
-        earlier: Iterable[tuple[Use, tuple[int, int]]],
-        step: int,
-        i: int,
-        use: Use,
-        found: dict[Hazard, None],
+        self, kind: str, earlier: _Trail, step: int, i: int, use: Use, found: dict[Hazard, None]
     ) -> None:
-        for old, (old_step, first) in earlier:
-            steps = step - old_step
-            if first == i and steps == 0:
-                continue
-            if conflict(old, use, self._known) and not self._order.before(first, i, steps):
-                found[Hazard(kind, first, i, steps, use.owner)] = None
+        if not earlier.held:
+            return
+        own = earlier.held.get(use.owner, {})
+        before = [at for (old, _), at in own.items() if conflict(old, use, self._known)]
+        others = len(earlier.held) - bool(own)
+        if others and (others < MANY or not all(self._over(at, step, i) for at in earlier.latest(use.owner))):
+            before += earlier.others(use.owner)
+        for at in before:
+            if not self._over(at, step, i):
+                found[Hazard(kind, at[1], i, step - at[0], use.owner)] = None
+
+    def _over(self, at: At, step: int, i: int) -> bool:
+        """Whether an access is certainly over when instruction i of a step starts (or is its own)."""
+        return at == (step, i) or self._order.before(at[1], i, step - at[0])
 
     def _forget(self, piece: _Piece, use: Use) -> None:
         """Drops what later accesses needn't be compared with: they are compared with `use`."""
-        for old in [w for w in piece.writes if supersedes(use, w, self._known)]:
-            del piece.writes[old]
-        for key in [r for r in piece.reads if supersedes(use, r[0], self._known)]:
-            del piece.reads[key]
+        piece.writes.drop(use, self._known)
+        piece.reads.drop(use, self._known)
         if piece.owner != use.owner:
             piece.owner, piece.spans = use.owner, {}
         if use.span is not None:
             piece.spans[use.axis, use.span] = None
             spans = [span for axis, span in piece.spans if axis == use.axis]
             if self._known.covered((0, use.axis), spans):
-                piece.writes = {w: at for w, at in piece.writes.items() if w.owner == use.owner}
-                piece.reads = {r: at for r, at in piece.reads.items() if r[0].owner == use.owner}
+                piece.writes.keep(use.owner)
+                piece.reads.keep(use.owner)

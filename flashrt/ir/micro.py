@@ -220,6 +220,8 @@ class Transfer:
     """Copy a slot (or a channel range) to a slot of another device.
 
     Runs on a lane of the source device. The ranges of `src` and `dst` have the same width.
+    In the lane "compute" it is f32, and the device's own code writes to the other one's memory;
+    there it may be part of a region.
 
     src: what is copied, on this device.
     dst: where it goes, on device `to`.

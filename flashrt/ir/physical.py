@@ -2,8 +2,9 @@
 
 A node of the logical graph becomes one node per shard (`mlp.up#0`, `mlp.up#1`).
 `transfer` nodes carry a value to another device (`mlp.up#1@cpu:0`), `merge`
-nodes put the shards of one value side by side on one device. Graph inputs are
-on every device (they travel in the step block).
+nodes put the shards of one value side by side on one device. Where a product is
+shared by its input channels, its parts are whole values that an `add` sums up.
+Graph inputs are on every device (they travel in the step block).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Budget:
     """What one device may hold, in bytes, and what the plan puts there.
 
     shared: weights it also uses, in the memory that it has in common with a device that counts them.
+    workspace: what the code of all variants sets aside for itself.
     """
 
     device: str
@@ -44,6 +46,12 @@ class Budget:
     state: int = 0
     activations: int = 0
     shared: int = 0
+    workspace: int = 0
+
+    @property
+    def peak(self) -> int:
+        """The most that the device ever holds."""
+        return self.weights + self.state + self.activations + self.workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,8 @@ class Node:
     """One shard of an operation on one device.
 
     of: name of the logical value this is a shard of; shard: its channel range (None: all of it).
+    part: the equal shares of the value (heads of the cache, or groups of channels) that it makes as a smaller
+    operation of its own, with its own part of each weight and state; None: it isn't one.
     est: predicted time in microseconds; bytes: weights and activations moved; flops: multiply-adds times two.
     because: why it is here.
     """
@@ -62,6 +72,7 @@ class Node:
     device: str
     of: str
     shard: Range | None = None
+    part: Range | None = None
     attrs: Attrs = ()
     numerics: str = ""
     reads: tuple[str, ...] = ()

@@ -292,11 +292,7 @@ def _lane(record: Record) -> str:
 
 
 def _device_head(device: str, graph: physical.Graph) -> str:
-    held = [
-        f"<small>{b.weights + b.state + b.activations:,} of {b.limit:,} bytes</small>"
-        for b in graph.budgets
-        if b.device == device
-    ]
+    held = [f"<small>{b.peak:,} of {b.limit:,} bytes</small>" for b in graph.budgets if b.device == device]
     return escape(device) + "".join(held)
 
 

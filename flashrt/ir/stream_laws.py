@@ -14,7 +14,7 @@ from flashrt.ir.contents import alive_apart, loaded_before_use, residency_return
 from flashrt.ir.law import Law, Violation
 from flashrt.ir.memory import Hazard, MemoryMap, hazards, memory_name, named, output_slots, owner_of
 from flashrt.ir.operands import blocks_fit, operands_fit
-from flashrt.ir.order import Access
+from flashrt.ir.order import COMPUTE, Access
 from flashrt.ir.types import Dim, show, symbols_of
 
 Lane = tuple[str, str]  # device, lane
@@ -165,6 +165,15 @@ def on_device(memory: MemoryMap) -> Iterator[Violation]:
                 yield Violation(f"{named(memory.stream, at)} {what}", at)
 
 
+def copies_floats(memory: MemoryMap) -> Iterator[Violation]:
+    """A transfer in the lane "compute" copies f32: its device's kernels do it."""
+    for at, instr in enumerate(memory.stream.instrs):
+        if isinstance(instr, micro.Transfer) and instr.lane == COMPUTE:
+            slot = memory.slots.get(instr.src.slot)
+            if slot is not None and slot.type.dtype != "f32":
+                yield Violation(f"{named(memory.stream, at)} copies {slot.type} in the lane compute", at)
+
+
 def ranges_within(memory: MemoryMap) -> Iterator[Violation]:
     """Channel ranges lie within their slot, row ranges within what the device keeps of the block;
     a transfer's two ranges have the same width."""
@@ -250,7 +259,8 @@ def bias_joins(memory: MemoryMap) -> Iterator[Violation]:
 
 
 def regions_whole(memory: MemoryMap) -> Iterator[Violation]:
-    """A region is consecutive in its lane and holds only dispatch, quantize and bias, no `host.` kernel."""
+    """A region is consecutive in its lane and holds only dispatch, quantize, bias and, in the lane "compute",
+    transfers; no `host.` kernel."""
     current: dict[Lane, int | None] = {}
     ended: set[tuple[Lane, int | None]] = set()
     for at, instr in enumerate(memory.stream.instrs):
@@ -267,6 +277,8 @@ def regions_whole(memory: MemoryMap) -> Iterator[Violation]:
 def _region_faults(instr: micro.Instr, region: int, ended: bool) -> Iterator[str]:
     if ended:
         yield f"goes on with region {region}, which had ended"
+    elif isinstance(instr, micro.Transfer) and instr.lane == COMPUTE:
+        return
     if not isinstance(instr, micro.Dispatch | micro.Quantize | micro.Bias):
         yield f"can't be part of region {region}"
     elif isinstance(instr, micro.Dispatch) and instr.kernel.startswith("host."):
@@ -317,6 +329,7 @@ MICRO: tuple[Law[MemoryMap], ...] = (
     Law("ticks-unique", ticks_unique, "number the ticks anew"),
     Law("waits-known", waits_known, "signal it earlier in the text, or wait with @-1 for the step before"),
     Law("on-device", on_device, "transfer the slot to the device first", _SLOTS),
+    Law("copies-floats", copies_floats, "copy it in a lane of its own", (micro.Transfer,)),
     Law("ranges-within", ranges_within, "correct the range", (*_SLOTS, micro.Bias)),
     Law("blocks-fit", blocks_fit, "correct rows, bytes or layout"),
     Law("operands-fit", operands_fit, "correct the slot's type, the range or the attributes",
@@ -325,7 +338,8 @@ MICRO: tuple[Law[MemoryMap], ...] = (
     Law("outputs-written", outputs_written, "name the slot (%12) that holds the value", _SLOTS),
     Law("bias-joins", bias_joins, "put the bias directly before its +bias dispatch in the same lane",
         (micro.Bias, micro.Dispatch)),
-    Law("regions-whole", regions_whole, "end the region before the instruction", _COMPUTE),
+    Law("regions-whole", regions_whole, "end the region before the instruction",
+        (*_COMPUTE, micro.Transfer)),
     Law("written-before-read", written_before_read, "put the instruction that writes it first", _SLOTS),
     Law("alive-apart", alive_apart, "run `pack` again, or move the later write behind the last read",
         (*_SLOTS, *_MOVES)),

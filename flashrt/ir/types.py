@@ -54,18 +54,23 @@ class Expr:
         return _sum([other, self * -1])
 
     def __mul__(self, other: Dim) -> Dim:
-        if not isinstance(other, Expr):  # the usual case: the terms stay in their order
-            scaled = tuple((monomial, c * other) for monomial, c in self.terms)
-            if all(c != 0 for _, c in scaled):
-                return Expr(scaled)
+        if not isinstance(other, Expr):
+            return self._scaled(other)
         out: dict[Monomial, int | float] = {}
         for left, a in self.terms:
-            for right, b in _terms(other):
+            for right, b in other.terms:
                 key = tuple(sorted(left + right, key=str))
                 out[key] = out.get(key, 0) + a * b
         return _normal(out)
 
     __rmul__ = __mul__
+
+    def _scaled(self, by: int | float) -> Dim:
+        """Times a number: the order of the terms stays."""
+        if by == 1 and isinstance(by, int):
+            return self
+        terms = tuple((m, c * by) for m, c in self.terms)
+        return Expr(terms) if all(c != 0 for _, c in terms) else _normal(dict(terms))
 
     def __neg__(self) -> Dim:
         return self * -1
@@ -85,8 +90,9 @@ def _normal(terms: Mapping[Monomial, int | float]) -> Dim:
     kept = {m: c for m, c in terms.items() if c != 0}
     if not kept:
         return 0
-    if set(kept) == {()}:
-        return kept[()]
+    if len(kept) == 1:
+        (only,) = kept.items()
+        return Expr((only,)) if only[0] else only[1]
     return Expr(tuple(sorted(kept.items(), key=lambda t: (-len(t[0]), str([str(a) for a in t[0]])))))
 
 
@@ -364,12 +370,18 @@ class Weight:
     `type` is what it means (usually f32 [out, in]); `layout` names the packed
     format it is stored in (set by `precision`, see flashrt/layouts.py);
     `sources` are the tensors of the weight index it is made from.
+
+    of: the weight that this one is a part of, or ""; rows: where the ranges of its rows begin and end there,
+    `(0,64,128,160)`; columns: the same for one range of its columns. Empty: all.
     """
 
     name: str
     type: TensorType
     sources: tuple[str, ...]
     layout: str = ""
+    of: str = ""
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

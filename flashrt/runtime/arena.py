@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from flashrt.backend import I64, U8, BlockSource, OpenDevice, Place
+from flashrt.backend import I64, U8, BlockSource, OpenDevice, Place, Remote
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
 from flashrt.ir.bounds import Bounds
@@ -32,7 +33,8 @@ NUMPY: Mapping[str, np.dtype[Any]] = {
 assert set(NUMPY) == set(DTYPES)
 
 LOADERS = 4  # threads that read weights
-Owner = Literal["weights", "cache", "activations", "staging"]
+ADOPTED = 0.75  # of an elder's weights in a memory are of use, or they are loaded anew
+Owner = Literal["weights", "cache", "activations", "staging", "workspace"]
 
 
 def block_bytes(weight: Weight, lo: int, hi: int) -> int:
@@ -51,18 +53,66 @@ class Extent(NamedTuple):
     device: str
 
 
+class Estate(NamedTuple):
+    """What another program leaves: rows of weights, and states, by the pool of memory they lie in."""
+
+    weights: Mapping[Shared, Sequence[tuple[Extent, Place]]]
+    states: Mapping[tuple[str, str], Place]
+
+
 class Residents:
     """Resident blocks and states on open devices; filled from a block source.
 
-    pages: the value of symbol P in the types of states.
+    streams: the variants, which take turns: they use one arena and one ring of each device.
     held: bytes reserved so far, by device and owner.
     """
 
-    def __init__(self, devices: Mapping[str, OpenDevice], source: BlockSource, env: Env) -> None:
+    def __init__(
+        self,
+        devices: Mapping[str, OpenDevice],
+        source: BlockSource,
+        env: Env,
+        streams: Sequence[micro.Stream] = (),
+    ) -> None:
         self.devices, self.source, self.env = devices, source, env
         self._kept: dict[Shared, list[tuple[Extent, Place]]] = {}
         self._states: dict[tuple[str, str], Place] = {}
         self.held: dict[tuple[str, Owner], int] = {}
+        self._largest: dict[tuple[str, Owner], int] = {}
+        self._common: dict[tuple[str, Owner], Place] = {}
+        for stream in streams:
+            for device, nbytes in stream.arenas:
+                self._expect(device, "activations", nbytes)
+            for device, nbytes in stream.rings:
+                self._expect(device, "staging", nbytes)
+        self._taken: Mapping[Shared, Sequence[tuple[Extent, Place]]] = {}  # as in `Estate`
+        self._taken_states: Mapping[tuple[str, str], Place] = {}
+
+    @property
+    def states(self) -> Mapping[tuple[str, str], Place]:
+        """(state, device) → where it lies."""
+        return self._states
+
+    def estate(self) -> Estate:
+        """What lies in the host's memory now, and stays there as long as somebody has it."""
+        host = {key: list(rows) for key, rows in list(self._kept.items())}
+        return Estate(
+            {key: rows for key, rows in host.items() if all(_on_host(place) for _, place in rows)},
+            {(s, self._pool(d)): place for (s, d), place in list(self._states.items()) if _on_host(place)},
+        )
+
+    def adopt(self, estate: Estate) -> None:
+        """Takes over what is needed here, before anything is loaded; whose it was may go on using it.
+
+        Weights only where that leaves little of a memory's unused, since they lie in one piece. States as
+        they are: of the same types, and as many pages.
+        """
+        assert not self._kept and not self._states
+        self._taken, self._taken_states = dict(estate.weights), dict(estate.states)
+
+    def let_go(self) -> None:
+        """Keeps nothing of what was adopted but what is in use."""
+        self._taken, self._taken_states = {}, {}
 
     def blocks(self, stream: micro.Stream) -> Iterator[tuple[micro.Block, Place]]:
         """The stream's resident blocks and their memory, loaded unless an earlier variant loaded them.
@@ -73,6 +123,7 @@ class Residents:
         weights = {w.name: w for w in stream.weights}
         resident = [b for b in stream.blocks if b.home == "resident"]
         extents = self._extents(resident, weights)
+        self._take_over(extents)
         if not self._kept:
             self._load_in_one_piece(extents)
         for (weight, pool), extent in extents.items():
@@ -83,6 +134,24 @@ class Residents:
             place = self._find(weights[block.name], self._pool(block.device), block.lo, block.hi)
             assert place is not None, block
             yield block, place
+
+    def _take_over(self, extents: Mapping[Shared, Extent]) -> None:
+        """What there is of these to be taken over, pool by pool."""
+        for pool in {pool for _, pool in extents} if self._taken else ():
+            there = [x for (_, p), rows in self._taken.items() if p == pool for x in rows]
+            found = {
+                key: (extent, place)
+                for key, extent in extents.items()
+                if key[1] == pool
+                and self._find(*key, extent.lo, extent.hi) is None
+                and (place := _within(self._taken.get(key, ()), key[0], extent.lo, extent.hi)) is not None
+            }
+            used = sum(place.bytes for _, place in found.values())
+            if used < ADOPTED * sum(place.bytes for _, place in there):
+                continue
+            for key, (extent, place) in found.items():
+                self._kept.setdefault(key, []).append((extent, place))
+                self._count(extent.device, "weights", place.bytes)
 
     def _pool(self, device: str) -> str:
         """What a device's memory is part of."""
@@ -123,35 +192,61 @@ class Residents:
 
     def _find(self, weight: Weight, pool: str, lo: int, hi: int) -> Place | None:
         """Where these rows lie in a pool."""
-        for extent, place in self._kept.get((weight, pool), ()):
-            if extent.lo <= lo and hi <= extent.hi:
-                before = block_bytes(weight, extent.lo, lo)
-                return Place(place.buffer, place.offset + before, block_bytes(weight, lo, hi))
-        return None
+        return _within(self._kept.get((weight, pool), ()), weight, lo, hi)
 
     def state(self, name: str, device: str, nbytes: int) -> Place:
         """The state's memory on a device, zero at first."""
         key = (name, device)
         if key not in self._states:
-            self._states[key] = self.reserve(device, nbytes, "cache")
+            taken = self._taken_states.get((name, self._pool(device)))
+            if taken is not None:
+                self._count(device, "cache", nbytes)
+            self._states[key] = taken or self.reserve(device, nbytes, "cache")
         assert self._states[key].bytes == nbytes, f"variants disagree on the size of {name}"
         return self._states[key]
+
+    def _expect(self, device: str, owner: Owner, nbytes: int) -> None:
+        self._largest[device, owner] = max(nbytes, self._largest.get((device, owner), 0))
+
+    def in_turns(self, device: str, nbytes: int, owner: Owner) -> Any:
+        """The buffer that variants use one after the other; what one leaves there, the next doesn't spare."""
+        self._expect(device, owner, nbytes)
+        place = self._common.get((device, owner))
+        if place is None or place.bytes < nbytes:
+            place = self._common[device, owner] = self.reserve(device, self._largest[device, owner], owner)
+        return place.buffer
 
     def reserve(self, device: str, nbytes: int, owner: Owner = "activations") -> Place:
         """Fresh memory of a device. Raises DeviceError when there is none left."""
         try:
             place = Place(self.devices[device].reserve(max(nbytes, 1)), 0, nbytes)
-            self.held[device, owner] = self.held.get((device, owner), 0) + nbytes
+            self._count(device, owner, nbytes)
             return place
         except MemoryError:
             raise DeviceError(
                 f"{device} has no room for {nbytes / 1e9:.1f} GB more", hint="open it with fewer pages"
             ) from None
 
+    def count_code(self, device: str, code: object) -> None:
+        """Counts the arrays that loaded code keeps for itself: tables, scratch of its threads."""
+        self._count(device, "workspace", _array_bytes(code))
+
+    def for_input(self, device: str, nbytes: int) -> Place:
+        """Memory for an input, which the host writes: of the device, or pinned where the host can't see it."""
+        opened = self.devices[device]
+        if isinstance(opened, Remote):
+            return Place(opened.pinned(max(nbytes, 1)), 0, nbytes)
+        return self.reserve(device, nbytes)
+
+    def _count(self, device: str, owner: Owner, nbytes: int) -> None:
+        self.held[device, owner] = self.held.get((device, owner), 0) + nbytes
+
     def clear(self) -> None:
         """Drops all memory."""
+        self.let_go()
         self._kept.clear()
         self._states.clear()
+        self._common.clear()
         self.held.clear()
 
     def fill(self, device: str, weight: Weight, lo: int, hi: int, place: Place) -> None:
@@ -162,6 +257,26 @@ class Residents:
         staging = np.empty(place.bytes, np.uint8)
         self.source.read(weight, lo, hi, staging)
         self.devices[device].write(staging, place)
+
+
+def _on_host(place: Place) -> bool:
+    return isinstance(place.buffer, np.ndarray)
+
+
+def _within(kept: Iterable[tuple[Extent, Place]], weight: Weight, lo: int, hi: int) -> Place | None:
+    """Where rows [lo, hi) of a weight lie in what is kept of it."""
+    for extent, place in kept:
+        if extent.lo <= lo and hi <= extent.hi:
+            before = block_bytes(weight, extent.lo, lo)
+            return Place(place.buffer, place.offset + before, block_bytes(weight, lo, hi))
+    return None
+
+
+def _array_bytes(code: object) -> int:
+    """Bytes of the arrays in the fields of a dataclass, and of those in tuples there."""
+    values = [getattr(code, f.name) for f in fields(code)] if is_dataclass(code) else []
+    flat = [v for value in values for v in (value if isinstance(value, tuple) else (value,))]
+    return sum(v.nbytes for v in flat if isinstance(v, np.ndarray))
 
 
 def host_view(place: Place) -> U8:
@@ -219,6 +334,13 @@ class StreamMemory:
         return self._states[state, device]
 
     # ---- for the executor
+    def remote(self, slot: int) -> Remote:
+        """The device of a slot that the host can't see."""
+        device = next(s.device for s in self.stream.slots if s.id == slot)
+        opened = self.residents.devices[device]
+        assert isinstance(opened, Remote), device
+        return opened
+
     def place(self, block: micro.Block, place: Place | None) -> None:
         """Writes the block table: where a block lies from now on, or None."""
         index = self._blocks[block.name, block.device]
@@ -243,10 +365,15 @@ class StreamMemory:
             if block.home == "ring":
                 self.place(block, None)
 
+    def let_go(self) -> None:
+        """Gives all memory free, whoever still knows this; nothing can run in it any more."""
+        self._where, self._slots, self._states, self._rings, self.inputs = [], {}, {}, {}, ()
+
     def _lay_out_slots(self) -> dict[int, Place]:
         by_id = {s.id: s for s in self.stream.slots}
         arenas = {
-            device: self.residents.reserve(device, nbytes).buffer for device, nbytes in self.stream.arenas
+            device: self.residents.in_turns(device, nbytes, "activations")
+            for device, nbytes in self.stream.arenas
         }
         places: dict[int, Place] = {}
 
@@ -266,10 +393,12 @@ class StreamMemory:
             return Place(base.buffer, base.offset, nbytes)
         if slot.offset is not None:
             return Place(arenas[slot.device], slot.offset, nbytes)
+        if slot.input:
+            return self.residents.for_input(slot.device, nbytes)
         return self.residents.reserve(slot.device, nbytes)
 
     def _lay_out_rings(self) -> dict[int, Place]:
-        rings = {d: self.residents.reserve(d, nbytes, "staging").buffer for d, nbytes in self.stream.rings}
+        rings = {d: self.residents.in_turns(d, nbytes, "staging") for d, nbytes in self.stream.rings}
         out = {}
         for index, block in enumerate(self.stream.blocks):
             if block.home != "ring":

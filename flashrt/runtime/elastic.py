@@ -18,6 +18,7 @@ from flashrt.runtime.idle import Rests
 
 Positions = Mapping[str, int]  # split variable → where it stands
 Factors = Mapping[str, float]  # device → how much longer its instructions take than estimated
+PARTS = ""  # in place of a split: parts of nodes (`layers.3.qkv#1`) that no split gives work to
 REMEMBERED = 4096  # values of expressions
 Key = tuple[tuple[str, int], ...]
 
@@ -31,7 +32,8 @@ def key_of(at: Positions) -> Key:
 class Elastic:
     """A stream seen through its split variables.
 
-    shares: (split, device) → microseconds of the instructions that the split gives work to.
+    shares: (split, device) → microseconds of the instructions that the split gives work to; under "" of
+    parts that devices make beside each other and nothing moves.
     fixed: device → microseconds of its other computing. moved, flops: device → bytes and flop of a step.
     """
 
@@ -81,9 +83,9 @@ class Elastic:
         """Predicted seconds of a step: what isn't split one after the other, what is beside each other."""
         env = {**env, **at}
         total = sum(self._time(dim, d, env, factors) for d, dim in self.fixed.items())
-        for split in self.splits:
+        for name in (PARTS, *(s.name for s in self.splits)):
             total += max(
-                (self._time(dim, d, env, factors) for (s, d), dim in self.shares.items() if s == split.name),
+                (self._time(dim, d, env, factors) for (s, d), dim in self.shares.items() if s == name),
                 default=0.0,
             )
         return total
@@ -133,8 +135,8 @@ def elastic(stream: micro.Stream, rests: Rests) -> Elastic | None:
     }
     for instr in compute:
         mine = [n for n in names if n in symbols_of(instr.est)]
-        if mine:
-            sums["shares"][mine[0], instr.device].append(instr.est)
+        if mine or "#" in instr.node:
+            sums["shares"][mine[0] if mine else PARTS, instr.device].append(instr.est)
         else:
             sums["fixed"][instr.device].append(instr.est)
         sums["moved"][instr.device].append(getattr(instr, "bytes", 0))

@@ -13,16 +13,18 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, assert_never
 
 import numpy as np
 
-from flashrt.backend import ABORT, I64, Compute, OpenDevice, Rect
+from flashrt.backend import ABORT, I64, Compute, OpenDevice, Rect, Remote
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
+from flashrt.ir.ops import EXACT
 from flashrt.ir.order import loaded_at_start
 from flashrt.ir.types import DTYPES, product, size
-from flashrt.runtime.arena import Residents, StreamMemory, host_view
+from flashrt.runtime.arena import Residents, StreamMemory
 from flashrt.runtime.idle import Rests
 from flashrt.runtime.step import Arrays, StepWriter, read_output
 from flashrt.runtime.trace import StepTrace
@@ -71,6 +73,7 @@ class Executor:
         self._carried = [self._blocks[key] for key in sorted(loaded_at_start(stream))]
         self._env: Mapping[str, int] = {}
         self._error: BaseException | None = None
+        self.failed_on = ""  # the device in whose lane the last failure began; "" when it began in none
         self._ready = False
         self.epoch = 0
         self.took = 0  # nanoseconds of the last step
@@ -86,7 +89,7 @@ class Executor:
     def _start(self) -> None:
         try:
             for lane in self._lanes:
-                lane.start(self._failed)
+                lane.start(partial(self._failed, lane.device))
         except BaseException:
             self.close()
             raise
@@ -119,7 +122,7 @@ class Executor:
         if self.poison:
             self.drain()
             for place in self.memory.arenas():
-                host_view(place)[:] = 0xFF
+                place.buffer[place.offset : place.offset + place.bytes] = 0xFF
         self._env = self._writer.write(arrays, {**env, **self._residents.env})
         begun = time.perf_counter_ns()
         with self._stopped_on_failure():
@@ -138,7 +141,11 @@ class Executor:
 
     def _run(self, epoch: int) -> None:
         if self._alone:
-            self._lanes[0].run(epoch)
+            try:
+                self._lanes[0].run(epoch)
+            except DeviceError:
+                self.failed_on = self._lanes[0].device
+                raise
             return
         self._let_rest(epoch)
         awake = [lane for lane in self._lanes if lane not in self._resting]
@@ -156,7 +163,7 @@ class Executor:
         try:
             lane.run(epoch)
         except Exception as error:
-            self._failed(error)
+            self._failed(lane.device, error)
 
     def _let_rest(self, epoch: int) -> None:
         """Finds the lanes that have nothing to do in this step, and reaches their ticks for them."""
@@ -199,14 +206,19 @@ class Executor:
                 lane.settle()
             self._raise()
 
+    def leave(self) -> None:
+        """Drains, for another variant to run: it has the same arena and ring."""
+        self.drain()
+        self._ready = self._ready and not self._carried
+
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, device: str, error: BaseException) -> None:
         """Called in a lane's thread: keeps the first error (the others follow from it), stops the rest."""
         if self._error is None:
-            self._error = error
+            self._error, self.failed_on = error, device
         self.memory.words[ABORT] = 1
 
     @contextmanager
@@ -230,6 +242,7 @@ class Executor:
         """Before the first step and after a failure: every tick is reached, and of the ring only those
         blocks are loaded that a step finds loaded."""
         self._stop()
+        self.failed_on = ""
         self.memory.ticks[:] = self.epoch
         self.memory.clear_ring()
         for block in self._carried:
@@ -238,9 +251,11 @@ class Executor:
         self._ready = True
 
     def close(self) -> None:
-        """Ends the lane threads. Idempotent."""
+        """Ends the lane threads and lets go of loaded code and of the memory it runs in. Idempotent."""
         for lane in self._lanes:
             lane.stop()
+            lane.units = []  # they know the executor: nothing would be freed before the next collection
+        self.memory.let_go()
 
     def _trace(self, begun: int, ended: int) -> StepTrace:
         stamps = np.zeros((len(self.stream.instrs), 3), np.int64)
@@ -270,7 +285,7 @@ class Executor:
             yield group
 
     def _unit(self, indices: list[int]) -> Unit:
-        instrs = [self.stream.instrs[i] for i in indices]
+        instrs = [_as_row(self.stream.instrs[i]) for i in indices]
         first = instrs[0]
         if isinstance(first, micro.Dispatch | micro.Quantize | micro.Bias):
             compute = [i for i in instrs if isinstance(i, Compute)]
@@ -278,6 +293,7 @@ class Executor:
             device = self.host if on_host else self.devices[first.device]
             assert device is not None, "a program with host rows has a host"
             code = device.load(compute, self.memory)
+            self._residents.count_code(first.device, code)
             return Unit(tuple(indices), lambda e: device.run(code, e), lambda: device.stamps(code))
         return self._moving_unit(indices[0], first)
 
@@ -313,13 +329,19 @@ class Executor:
                 block = self._blocks[instr.block, instr.device]
                 self.memory.place(block, None)
                 if self.poison:
-                    host_view(self.memory.ring(block))[:] = 0xFF
+                    ring = self.memory.ring(block)
+                    ring.buffer[ring.offset : ring.offset + ring.bytes] = 0xFF
             case micro.Transfer():
                 src, dst = self._rect(instr.src), self._rect(instr.dst)
                 if src.row_bytes and src.rows:
-                    self.devices[instr.device].copy(src, dst)
+                    self._copier(instr).copy(src, dst)
             case _:
                 assert_never(instr)
+
+    def _copier(self, instr: micro.Transfer) -> OpenDevice:
+        """The end of a copy that can reach the other one's memory."""
+        source, target = self.devices[instr.device], self.devices[instr.to]
+        return target if isinstance(target, Remote) else source
 
     def _load(self, block: micro.Block) -> None:
         place, weight = self.memory.ring(block), self.memory.weights[block.name]
@@ -380,6 +402,20 @@ class _Lane:
             self._posted.put(None)
             self._thread.join()
             self._thread = None
+
+
+def _as_row(instr: micro.Instr) -> micro.Instr:
+    """A transfer that is part of a region as what the device's kernels make of it: times one, the same bits.
+
+    transfer src=%3[0:s] dst=%4[0:s] → dispatch kernel=scale args=[%3[0:s]] dst=%4[0:s] attrs={by=1}
+    """
+    if not isinstance(instr, micro.Transfer) or instr.region is None:
+        return instr
+    return micro.Dispatch(
+        device=instr.device, lane=instr.lane, waits=instr.waits, signals=instr.signals, kernel="scale",
+        args=(instr.src,), dst=instr.dst, attrs=(("by", 1.0),), numerics=EXACT, est=instr.est,
+        bytes=2 * instr.bytes, node=instr.node, region=instr.region,
+    )  # fmt: skip
 
 
 def _signals(stream: micro.Stream, indices: Sequence[int]) -> I64:

@@ -247,5 +247,9 @@ def _check(bound: Bound, values: NDArray[Any], hi: float) -> None:
 def read_output(memory: StreamMemory, slot: int, type: TensorType, env: Env) -> NDArray[Any]:
     """A copy of an output slot, of type `type`, with this step's shape."""
     shape = [size(d, env) for d in type.shape]
-    count = math.prod(shape) * DTYPES[type.dtype]
-    return host_view(memory.slot(slot))[:count].view(NUMPY[type.dtype]).reshape(shape).copy()
+    count, place = math.prod(shape) * DTYPES[type.dtype], memory.slot(slot)
+    if isinstance(place.buffer, np.ndarray):
+        return host_view(place)[:count].view(NUMPY[type.dtype]).reshape(shape).copy()
+    copied = np.empty(count, np.uint8)
+    memory.remote(slot).read(place, copied)
+    return copied.view(NUMPY[type.dtype]).reshape(shape)

@@ -543,7 +543,7 @@ def counting() -> float:
 
 
 def test_check_is_quick() -> None:
-    """1,000 instructions in 0.1 s where counting takes 0.07: the machine's own pace doubles with the minute."""
+    """1,000 instructions in 0.1 s where counting takes 0.07: the machine's pace doubles at times."""
     assert min(seconds(125) / counting() for _ in range(5)) < 1.5
 
 

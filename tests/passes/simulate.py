@@ -26,6 +26,9 @@ from flashrt.ir.bounds import Bounds
 from flashrt.ir.order import root_of
 from flashrt.ir.types import Weight
 from flashrt.layouts import LAYOUTS, pack_plain, pack_quants
+from flashrt.passes.cost import block_bytes
+from flashrt.weights.parts import PartSource
+from flashrt.weights.source import flat
 
 Array = NDArray[Any]
 Bytes = Mapping[str, NDArray[np.uint8]]  # packed weights
@@ -189,11 +192,22 @@ def _do(row: Row, access: Access, env: Mapping[str, int]) -> None:
             compute(row, access, env)
 
 
+@dataclass
+class _Packed:
+    """A `BlockSource` over packed weights."""
+
+    weights: Bytes
+
+    def read(self, weight: Weight, lo: int, hi: int, out: NDArray[np.uint8]) -> None:
+        row = block_bytes(weight) // flat(weight)[0]
+        out[:] = self.weights[weight.name][lo * row : hi * row]
+
+
 def packed(weights: Sequence[Weight], seed: int = 0) -> dict[str, NDArray[np.uint8]]:
     """Random weights in their layouts, by name."""
     rng = np.random.default_rng(seed)
     out = {}
-    for w in weights:
+    for w in (w for w in weights if not w.of):
         shape = tuple(int(d) for d in w.type.shape)  # type: ignore[arg-type]
         layout = LAYOUTS[w.layout]
         if layout.element is not None:
@@ -204,4 +218,14 @@ def packed(weights: Sequence[Weight], seed: int = 0) -> dict[str, NDArray[np.uin
         q = rng.integers(low, high, (n, -(-k // 32), 32))
         scale = rng.uniform(0.01, 0.03, q.shape[:2]).astype(np.float16)
         out[w.name] = pack_quants(layout, q, scale)
+    return with_parts(out, weights)
+
+
+def with_parts(whole: Bytes, weights: Sequence[Weight]) -> dict[str, NDArray[np.uint8]]:
+    """Packed weights, and those that are parts of them."""
+    source = PartSource(_Packed(whole), {w.name: w for w in weights})
+    out = dict(whole)
+    for w in (w for w in weights if w.of):
+        out[w.name] = np.empty(block_bytes(w), np.uint8)
+        source.read(w, 0, flat(w)[0], out[w.name])
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -82,26 +83,52 @@ def in_order_of_speed(graph: logical.Graph, on: Machine, speed: list[str]) -> Pl
     return None
 
 
-def simple_answers(graph: logical.Graph, on: Machine) -> Iterator[tuple[str, Planned]]:
-    alone = {d.id: planned for d in on.devices if (planned := attempt(graph, on, devices=(d.id,)))}
-    yield from alone.items()
+@cache
+def case_graph(prompt: int, tied: bool) -> logical.Graph:
+    """The model of the grid, for steps at the end of a prompt."""
+    sizes = dict(hidden=2048, ffn=5632, vocab=32000)
+    return model(LAYERS, tied=tied, tokens=min(prompt, CHUNK), context=max(prompt, 256), **sizes)
+
+
+def simple_answers(
+    graph: logical.Graph, on: Machine, known: dict[object, float | None]
+) -> Iterator[tuple[str, float]]:
+    """Each device alone, and in order of speed. known: what one device takes, whatever the links are."""
+    for each in on.devices:
+        key = (each.id, each.limit, len(on.devices) > 1)
+        if key not in known:
+            planned = attempt(graph, on, devices=(each.id,))
+            uses = {n.device for n in planned.physical.nodes} if planned else set()
+            took = step_time(planned) if planned else None
+            if uses - {each.id}:  # it needs a neighbour, and the link to it
+                yield each.id, step_time(planned)  # type: ignore[arg-type]
+                continue
+            known[key] = took
+        if (took := known[key]) is not None:
+            yield each.id, took
     speed = [d.id for d in sorted(on.devices, key=lambda d: -d.read.value) if not d.id.startswith("npu")]
     if (filled := in_order_of_speed(graph, on, speed)) is not None:
-        yield "in order of speed", filled
+        yield "in order of speed", step_time(filled)
 
 
 GRID = list(product((1, 2, 3, 4), (1e9, 8e9, 64e9), (0.05, 0.3, 0.6, 2.0), (1, 8, 512, 8192), (True, False)))
 CHUNK = 512  # tokens of one step at most: a longer prompt runs in chunks
+LAYERS = 6
 SOME = GRID[::69]  # every value of each axis
 
 
-def check_case(count: int, link: float, share: float, prompt: int, tied: bool) -> float | None:
-    """How many times faster the plan is than the best simple answer; None where nothing fits at all."""
-    sizes = dict(hidden=2048, ffn=5632, vocab=32000)
-    graph = model(8, tied=tied, tokens=min(prompt, CHUNK), context=max(prompt, 256), **sizes)
+def check_case(
+    case: tuple[int, float, float, int, bool], known: dict[object, float | None] | None = None
+) -> float | None:
+    """How many times faster the plan is than the best simple answer; None where nothing fits at all.
+
+    Two cases of five may use sums.
+    """
+    count, link, share, prompt, tied = case
+    graph = case_graph(prompt, tied)
     on = machine(count, link, int(share * weight_bytes(graph)))
-    simple = {name: step_time(planned) for name, planned in simple_answers(graph, on)}
-    got = attempt(graph, on)
+    simple = dict(simple_answers(graph, on, {} if known is None else known))
+    got = attempt(graph, on, sums=GRID.index(case) % 5 < 2)
     if got is None:
         assert not simple
         return None
@@ -114,16 +141,21 @@ def check_case(count: int, link: float, share: float, prompt: int, tied: bool) -
 
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_never_slower_than_the_simple_answers(case: tuple[int, float, float, int, bool]) -> None:
-    check_case(*case)
+    check_case(case)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_never_slower_anywhere() -> None:
-    faster = [check_case(*case) for case in GRID]
-    fits = [x for x in faster if x is not None]
-    assert len(fits) > 0.4 * len(GRID)
-    assert sum(x > 1.05 for x in fits) > 0.15 * len(GRID)  # and often it is worth it
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("prompt", "tied"), list(product((1, 8, 512, 8192), (True, False))))
+def test_never_slower_anywhere(prompt: int, tied: bool) -> None:
+    """The whole grid, an eighth at a time."""
+    known: dict[object, float | None] = {}
+    cases = [c for c in GRID if c[3:] == (prompt, tied)]
+    fits = [x for case in cases if (x := check_case(case, known)) is not None]
+    # the cache of a long context takes most of what the smaller budgets have
+    fitting, quicker = (0.2, 0.05) if prompt == 8192 else (0.4, 0.15)
+    assert len(fits) > fitting * len(cases)
+    assert sum(x > 1.05 for x in fits) > quicker * len(cases)  # and often it is worth it
 
 
 def test_every_axis_is_sampled() -> None:

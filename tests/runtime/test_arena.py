@@ -122,7 +122,7 @@ def test_variants_share_what_outlives_a_step(
     plan: tuple[str, frozenset[str], int], other: frozenset[str]
 ) -> None:
     """Two programs over one `Residents`: a weight both keep is read once, a state has one memory, zero at
-    first, and nothing else is common."""
+    first, and but for the arena, which they use in turns, nothing else is common."""
     name, disabled, room = plan
     source = CountingSource()
     shared = residents(source)
@@ -136,8 +136,25 @@ def test_variants_share_what_outlives_a_step(
     for state in first.stream.states:
         assert first.state(state.name, HOME[name]) is second.state(state.name, HOME[name])
         assert not host_view(first.state(state.name, HOME[name])).any()
-    ours, theirs = ({m.slot(s).buffer.ctypes.data for s in _roots(m)} for m in (first, second))
-    assert ours.isdisjoint(theirs)
+    places = [{s: m.slot(s).buffer.ctypes.data for s in _roots(m)} for m in (first, second)]
+    packed = [{s.id for s in m.stream.slots if s.offset is not None} for m in (first, second)]
+    alone = [{at for s, at in p.items() if s not in q} for p, q in zip(places, packed, strict=True)]
+    assert alone[0].isdisjoint(places[1].values()) and alone[1].isdisjoint(places[0].values())
+
+
+def test_variants_take_turns_with_arena_and_ring() -> None:
+    """Both use one piece of memory of the larger one's size, whichever comes first."""
+    streams = [planned("one device", frozenset(), 12000)]
+    wide = {d: 2 * n for d, n in streams[0].arenas}
+    streams.append(replace(streams[0], arenas=tuple(wide.items())))
+    assert streams[0].rings and streams[0].arenas
+    plain = residents(CountingSource())
+    shared = Residents(plain.devices, plain.source, plain.env, streams)
+    memories = [StreamMemory(s, shared) for s in streams]
+    inputs = sum(m.slot(s.id).bytes for m in memories for s in m.stream.slots if s.input)
+    held = {owner: n for (_, owner), n in shared.held.items()}
+    assert held["staging"] == sum(dict(streams[0].rings).values())
+    assert held["activations"] == sum(wide.values()) + inputs
 
 
 def test_devices_of_one_pool_have_one_copy_of_their_weights() -> None:

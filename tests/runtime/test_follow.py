@@ -26,7 +26,6 @@ from flashrt.probes.sampler import Sampler
 from flashrt.program import Plan, Program, Variant
 from flashrt.runtime.follow import Follower, Metrics
 from flashrt.runtime.idle import Rests, idle_lanes
-from flashrt.runtime.pooled import copies_as_rows
 from tests.tiny import CONTEXT, tiny_graph, tiny_import, tiny_source
 
 PAGES, PERIOD = 16, 0.2
@@ -39,22 +38,22 @@ def assumed(value: float) -> Measured:
     return Measured(value, "assumed")
 
 
-def device(id: str, cpu: int) -> Device:
+def device(id: str, cpu: int, pool: str = "host") -> Device:
     kind = id.partition(":")[0]
     kernels = (CpuBackend() if kind == "cpu" else ReferenceBackend()).kernels()
     cpus = (cpu,) if kind == "cpu" else ()
     return Device(
         id, kind, "test", 1 << 30, assumed(1e10), {"f32": assumed(1e11)}, assumed(1.0), kernels=kernels,
-        cpus=cpus, pool="host",
+        cpus=cpus, pool=pool or id,
     )  # fmt: skip
 
 
-def split_plan(ids: tuple[str, str]) -> Plan:
-    """The tiny model with its mlps and its head split over two devices."""
+def split_plan(ids: tuple[str, str], pool: str = "host") -> Plan:
+    """The tiny model with its mlps and its head split over two devices. pool: "" for two memories."""
     written = SPLIT.read_text()
     for ours, id in zip(REFERENCE, ids, strict=True):
         written = re.sub(rf"{ours}(?!\d)", id, written)
-    machine = Machine(tuple(device(id, i) for i, id in enumerate(ids)))
+    machine = Machine(tuple(device(id, i, pool) for i, id in enumerate(ids)))
     graph = text.read_physical(written)
     stream = lower(graph, machine)
     for name in pipeline.PERFORMANCE:
@@ -62,14 +61,6 @@ def split_plan(ids: tuple[str, str]) -> Plan:
     laws.check(stream)
     variant = Variant.of("split", 1, 64, graph, stream)
     return Plan("tiny", "", "", {}, tiny_graph(), (variant,), machine, tiny_import().weights)
-
-
-def with_copies_as_rows(plan: Plan) -> Plan:
-    """The plan as the engine opens it."""
-    (variant,) = plan.variants
-    stream = copies_as_rows(variant.stream, plan.machine)
-    assert {i.lane for i in stream.instrs} == {"compute"} and len(stream.instrs) == len(variant.stream.instrs)
-    return replace(plan, variants=(replace(variant, stream=stream),))
 
 
 @contextmanager
@@ -120,18 +111,16 @@ def disturbed(program: Program, follower: Follower) -> Callable[[Any, Any, Any],
 
 
 @pytest.mark.parametrize(
-    ("ids", "rows"),
-    [(REFERENCE, False), (GROUPS, False), (GROUPS, True)],
-    ids=["reference", "cpu", "cpu rows"],
+    ("ids", "pool"),
+    [(REFERENCE, "host"), (GROUPS, ""), (GROUPS, "host")],
+    ids=["reference", "cpu, two memories", "cpu, one memory"],
 )
-def test_the_same_bits_wherever_the_loop_moves_the_splits(ids: tuple[str, str], rows: bool) -> None:
+def test_the_same_bits_wherever_the_loop_moves_the_splits(ids: tuple[str, str], pool: str) -> None:
     if ids == GROUPS and not {0, 1} <= os.sched_getaffinity(0):
         pytest.skip("needs processors 0 and 1")
-    plan = split_plan(ids)
-    with opened(plan) as program:
+    plan = split_plan(ids, pool)
+    with opened(split_plan(ids, "")) as program:
         plain = generate(program.call)
-    if rows:
-        plan = with_copies_as_rows(plan)
     with opened(plan) as program:
         program.mover = follower = Follower(program, PERIOD, clock=lambda: 0.0)
         seen: set[Any] = set()
@@ -205,12 +194,15 @@ dispatch device=a lane=compute waits=[!1] kernel=add args=[%1,%0] dst=%4
 
 
 def test_only_cpus_with_one_memory_copy_in_their_rows() -> None:
-    plan = split_plan(GROUPS)
-    stream = plan.variants[0].stream
-    apart = replace(plan.machine, devices=tuple(replace(d, pool=d.id) for d in plan.machine.devices))
-    assert copies_as_rows(stream, apart) == stream
-    other = split_plan(REFERENCE)
-    assert copies_as_rows(other.variants[0].stream, other.machine) == other.variants[0].stream
+    """There every instruction is in the compute lanes, and each device's in one region."""
+    joined = split_plan(GROUPS).variants[0].stream
+    assert {i.lane for i in joined.instrs} == {"compute"}
+    assert len({(i.device, i.region) for i in joined.instrs}) == len(GROUPS)
+    assert sum(isinstance(i, micro.Transfer) for i in joined.instrs) > 4
+    for ids, pool in ((GROUPS, ""), (REFERENCE, "host")):
+        stream = split_plan(ids, pool).variants[0].stream
+        assert {i.lane for i in stream.instrs if isinstance(i, micro.Transfer)} == {"copy_out"}
+        assert len(stream.instrs) == len(joined.instrs)
 
 
 # ---- the loop itself ---------------------------------------------------------------
