@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from flashrt import knobs, program
-from flashrt.backend import Backend, BlockSource, OpenDevice
+from flashrt.backend import WORKSPACE, Backend, BlockSource, OpenDevice
 from flashrt.compiler import CompileOptions, Stage, compile_model, plan_key
 from flashrt.errors import ModelError, PlanError, ProgramError, RequestError
 from flashrt.frontend import models
@@ -30,16 +32,19 @@ from flashrt.llm.request import Request, Sampling
 from flashrt.machine import Device, Machine, Measured
 from flashrt.probes import groups, links, snapshot
 from flashrt.program import Plan, Program, Variant
-from flashrt.runtime.pooled import copies_as_rows
-from flashrt.status.publisher import publish
+from flashrt.status.publisher import Publisher, publish
 from flashrt.status.record import Replanning
 
 if TYPE_CHECKING:
     from flashrt.probes.memory import Memory
     from flashrt.probes.sampler import Sampler
     from flashrt.probes.survey import Survey
+    from flashrt.recompile import Recompilation
     from flashrt.runtime.follow import Follower
+    from flashrt.runtime.replan import Replanner
+    from flashrt.runtime.swap import Elder
 
+ALONE = 1.0  # seconds between two samples where nothing but memory is looked at
 Message = Mapping[str, str]
 Progress = Callable[[str, int, int], None]
 
@@ -64,7 +69,11 @@ def _backend(kind: str) -> Backend:
             from flashrt.backends.npu import NpuBackend
 
             return NpuBackend()
-    raise PlanError(f"no backend for devices of kind {kind!r}", hint="known: cpu, reference, null, npu")
+        case "gpu":
+            from flashrt.backends.cuda import CudaBackend
+
+            return CudaBackend()
+    raise PlanError(f"no backend for devices of kind {kind!r}", hint="known: cpu, gpu, reference, null, npu")
 
 
 def machine_picture(
@@ -83,7 +92,7 @@ def machine_picture(
     # a device that knows its kernels has others than its kind (an NPU's depend on its provider)
     kernels = {kind: _backend(kind).kernels() for kind in {d.kind for d in chosen if not d.kernels}}
     ways = links.between(chosen, snapshot.remembered())
-    return replace(host, devices=chosen, links=ways).with_kernels(kernels)
+    return replace(host, devices=chosen, links=ways).with_kernels(kernels, WORKSPACE)
 
 
 def _host_as(host: Machine, id: str) -> Device:
@@ -99,10 +108,27 @@ def _host_as(host: Machine, id: str) -> Device:
         return device_spec(id, base)
     if kind in ("reference", "null") and id.partition(":")[2].isdecimal():
         return replace(base, id=id, kind=kind, name=f"{kind} on {base.name}")
+    if kind == "gpu":
+        return _gpu(id, base.id)
     raise PlanError(
         f"no device {id!r} here",
-        hint=f"known: {base.id}, cpu:FIRST-LAST (cores), reference:N, null:N, npu:NAME",
+        hint=f"known: {base.id}, cpu:FIRST-LAST (cores), gpu:N, reference:N, null:N, npu:NAME",
     )
+
+
+def _gpu(id: str, host: str) -> Device:
+    """A GPU as its driver reports it. Raises PlanError naming those there are, and the host's processor."""
+    from flashrt.probes import nvidia
+
+    found = nvidia.Nvidia()
+    seen = found.read()
+    found.close()
+    devices = [device for gpu in seen.gpus if (device := nvidia.device(gpu)) is not None]
+    for device in devices:
+        if device.id == id:
+            return device
+    known = ", ".join(device.id for device in devices) or f"none ({seen.reason or 'all are lost'})"
+    raise PlanError(f"no device {id!r} here", hint=f"known: {host}; GPUs: {known}")
 
 
 def survey(devices: Sequence[str] = ("cpu:0",), budgets: Mapping[str, int] = MappingProxyType({})) -> Survey:
@@ -212,6 +238,7 @@ def open_plan(
     source: BlockSource | None = None,
     poison: bool = False,
     on_progress: Progress | None = None,
+    elder: Elder | None = None,
 ) -> Program:
     """Opens a plan on this machine.
 
@@ -220,11 +247,9 @@ def open_plan(
     threads: of the CPU team; None takes FLASHRT_THREADS, or one per core.
     source: where weights come from, in place of the plan's own.
     on_progress: (kernel, done, of), called while kernels are made ready.
+    elder: what another program of the same model has in memory: what can be is shared with it.
     """
     threads = threads or knobs.THREADS.get()
-    plan = replace(
-        plan, variants=tuple(replace(v, stream=copies_as_rows(v.stream, plan.machine)) for v in plan.variants)
-    )
     opened: dict[str, OpenDevice] = {}
     with ExitStack() as failed:
         for id in sorted({i.device for v in plan.variants for i in v.stream.instrs}):
@@ -238,6 +263,8 @@ def open_plan(
         host = _open_host(plan)
         poison = poison or knobs.POISON.get()
         ready = Program(plan, opened, host, pages=pages, source=source, poison=poison)
+        if elder is not None:
+            elder.left_to(ready)
         failed.pop_all()
     return ready
 
@@ -424,44 +451,103 @@ def load(
     live: as for `LLM`.
     """
     opened = open_plan(obtain(str(plan)).plan, threads=threads, pages=pages)
-    publish(opened, replanning=_replanning(follow(opened, live)))
+    follower = follow(opened, live)
+    publish(opened, replanning=_replanning(lambda: follower))
     return opened
 
 
 # ---- live --------------------------------------------------------------------------
-def follow(program: Program, live: bool | None = None) -> Follower | None:
+def follow(program: Program, live: bool | None = None, watching: Sampler | None = None) -> Follower | None:
     """Lets the splits of a program move as the machine changes, until it is closed; None if none can.
 
     live: False leaves them where the plan has them, None takes FLASHRT_LIVE.
+    watching: a sampler that somebody else starts and stops; None for one of its own.
     """
-    if not (knobs.LIVE.get() if live is None else live) or not any(
-        v.stream.splits for v in program.plan.variants
-    ):
+    if not _live(live) or not any(v.stream.splits for v in program.plan.variants):
         return None
     from flashrt.runtime.follow import Follower
 
-    watching = sampler()
+    own = watching is None
+    watching = watching or sampler()
     follower = Follower(program, watching.period)
     if not follower.needed:
         return None
-    watching.listen(lambda sample: follower.sampled(sample, watching.observe))
+    observe = watching.observe
+    program.when_closed(watching.listen(lambda sample: follower.sampled(sample, observe)))
     program.mover = follower
     program.when_closed(follower.close)
-    program.when_closed(watching.stop)
-    watching.start()
+    if own:
+        program.when_closed(watching.stop)
+        watching.start()
     return follower
 
 
-def _replanning(follower: Follower | None) -> Callable[[], Replanning | None]:
-    """What is published of the live loop."""
+def _follower_of(program: Program) -> Follower | None:
+    """What moves a program's splits, if it is `follow`'s."""
+    from flashrt.runtime.follow import Follower
+
+    return program.mover if isinstance(program.mover, Follower) else None
+
+
+def _live(live: bool | None) -> bool:
+    return knobs.LIVE.get() if live is None else live
+
+
+def _replanning(
+    follower: Callable[[], Follower | None], replanner: Replanner | None = None
+) -> Callable[[], Replanning | None]:
+    """What is published of the live loop and of plans that were made anew."""
 
     def now() -> Replanning | None:
-        metrics = follower.metrics() if follower else None
-        if metrics is None or metrics.age_of_last_plan is None:
+        loop = follower()
+        small = loop.metrics() if loop else None
+        age = small.age_of_last_plan if small else None
+        recompiles, because = replanner.told() if replanner else (0, "")
+        if age is None and not because:
             return None
-        return Replanning(time.time() - metrics.age_of_last_plan, metrics.plan_switches)
+        planned_at = None if age is None else time.time() - age
+        return Replanning(planned_at, small.plan_switches if small else 0, recompiles, because)
 
     return now
+
+
+class _Rooms:
+    """What a language model's replanner needs of the engine (`runtime.replan.Rooms`)."""
+
+    def __init__(self, llm: LLM, sequences: int, threads: int | None, watching: Sampler | None) -> None:
+        self._llm, self._sequences, self._threads, self._watching = llm, sequences, threads, watching
+
+    def compile(self, plan: Plan, machine: Machine, least: int, *, urgent: bool) -> Recompilation:
+        from flashrt.recompile import Recompilation
+
+        return Recompilation(plan, with_known_rates(machine), least, urgent=urgent)
+
+    def open(self, plan: Plan, pages: int, elder: Elder | None) -> Program:
+        program = open_plan(plan, pages=pages, threads=self._threads, elder=elder)
+        if self._watching is not None:
+            follow(program, True, self._watching)
+        return program
+
+    def pages(self, plan: Plan, spare: int | None) -> int:
+        free = snapshot.snapshot().devices[0].free if spare is not None else None
+        free = None if free is None or spare is None else free + spare
+        return page_count(plan, self._llm.context, self._sequences, free)
+
+    def exchanged(self, program: Program) -> None:
+        self._llm._taken_over(program)
+
+
+def _watch_memory(replanner: weakref.ref[Replanner], stop: threading.Event) -> None:
+    """Has a replanner look at the machine, until `stop` or nobody has it any more."""
+    if stop.wait(ALONE):
+        return
+    watching = sampler()
+    try:
+        while not stop.wait(ALONE) and (looking := replanner()) is not None:
+            looking.sampled(watching.sample())
+            del looking
+    finally:
+        watching.stop()
 
 
 # ---- language models ---------------------------------------------------------------
@@ -475,7 +561,8 @@ class LLM:
         options, devices, budgets: as for `compile`.
         plan: a plan of the model that is there already.
         on_progress: as for `open_plan`.
-        live: whether splits between devices move as the machine changes; None takes FLASHRT_LIVE.
+        live: whether splits between devices move, and the plan is made anew, as the machine changes; None
+            takes FLASHRT_LIVE.
     """
 
     def __init__(
@@ -505,7 +592,7 @@ class LLM:
         self.program = open_plan(self.plan, pages=pages, threads=threads, on_progress=on_progress)
         most = max(s.hi for v in self.plan.variants for s in v.stream.symbols if s.name == "S")
         self.generator = Generator(
-            self.program.call,
+            lambda *given: self.program.call(*given),  # whichever it is by then
             context=self.context,
             eos=self.plan.chat.eos,
             pages=pages,
@@ -515,8 +602,48 @@ class LLM:
             vocabulary=vocabulary(self.plan),
         )
         self._ids = itertools.count(1)
-        self.live = follow(self.program, live)
-        publish(self.program, self.generator, _replanning(self.live))
+        self.live: Follower | None = None
+        self.replanner: Replanner | None = None
+        self._ended = ExitStack()
+        if _live(live):
+            self._follow(sequences, threads)
+        self._told = Publisher(self.program, self.generator, _replanning(lambda: self.live, self.replanner))
+        self._told.start()
+
+    def _follow(self, sequences: int, threads: int | None) -> None:
+        """Lets splits move, and plans be made anew, as the machine changes."""
+        from flashrt.runtime.replan import Replanner
+
+        several = len(self.plan.machine.devices) > 1
+        watching = sampler() if several else None
+        self.live = follow(self.program, True, watching) if several else None
+        rooms = _Rooms(self, sequences, threads, watching)
+        replanner = self.replanner = Replanner(self.program, self.generator, rooms)
+        self.generator.keeper = replanner
+        self._tell_of_plans()
+        self._ended.callback(replanner.close)
+        if watching is not None:
+            weakref.finalize(self, watching.stop)  # where nobody closes it
+            self._ended.callback(watching.stop)
+            sampled = weakref.WeakMethod(replanner.sampled)
+            watching.listen(lambda sample: (found := sampled()) and found(sample))
+            watching.start()
+        else:
+            stop = threading.Event()
+            args = (weakref.ref(replanner), stop)
+            threading.Thread(target=_watch_memory, args=args, name="flashrt-memory", daemon=True).start()
+            self._ended.callback(stop.set)
+
+    def _taken_over(self, program: Program) -> None:
+        """Another program runs from now on."""
+        self.program, self.plan, self.live = program, program.plan, _follower_of(program)
+        self._tell_of_plans()
+        self._told.turn_to(program)
+
+    def _tell_of_plans(self) -> None:
+        """Has the live loop's metrics tell of plans that were made anew, too."""
+        if self.live is not None and self.replanner is not None:
+            self.live.recompiled = self.replanner.told
 
     def tokens(self, prompt: str | Sequence[Message], *, raw: bool = False) -> list[int]:
         """Token ids of a prompt: through the chat template, or as it stands with `raw`.
@@ -573,6 +700,8 @@ class LLM:
 
     def close(self) -> None:
         """Ends threads and drops memory. Idempotent."""
+        self._ended.close()
+        self._told.close()
         self.program.close()
 
     def __enter__(self) -> LLM:
@@ -607,7 +736,7 @@ def page_count(plan: Plan, context: int, sequences: int, free: int | None = None
                 for state in (*i.reads, *i.writes)
             }
             page = sum(size(s.type.bytes, {"P": 1}) for s in variant.stream.states if s.name in held)
-            left = budget.limit - budget.weights - budget.activations
+            left = budget.limit - budget.weights - budget.activations - budget.workspace
             left = left if free is None else min(left, free // 2)
             if page and left < page:
                 raise PlanError(

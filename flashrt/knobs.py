@@ -63,7 +63,7 @@ RUNTIME = Knob[Path | None](
     "FLASHRT_RUNTIME", None, _folder, "folder in which running engines tell flash-monitor about themselves"
 )
 POISON = Knob("FLASHRT_POISON", False, _flag, "1: fill freed memory with NaN patterns (for tests)")
-LIVE = Knob("FLASHRT_LIVE", True, _flag, "0: plans of several devices stay as they were made")
+LIVE = Knob("FLASHRT_LIVE", True, _flag, "0: plans stay as they were made, whatever the machine does")
 
 ALL: tuple[Knob[int] | Knob[bool] | Knob[Path | None], ...] = (THREADS, CACHE, RUNTIME, POISON, LIVE)
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from flashrt.probes import host
 
 IDLE = (3, 4)  # idle and iowait among the columns of /proc/stat
+UNLISTED = "the system doesn't list this core"
+DROPPED = "the system no longer lists this core"
 COLUMNS = 8  # user nice system idle iowait irq softirq steal; guest time is in user already
 
 
@@ -127,7 +129,7 @@ def _per_core(text: bytes) -> dict[int, tuple[int, ...]]:
 def _busy(before: tuple[int, ...] | None, now: tuple[int, ...] | None) -> tuple[float | None, str]:
     """Share of the period that wasn't idle, or None and why."""
     if now is None:
-        return None, "the system no longer lists this core" if before else "the system doesn't list this core"
+        return None, DROPPED if before else UNLISTED
     if before is None:
         return None, "first sample"
     idle = sum(now[i] - before[i] for i in IDLE)

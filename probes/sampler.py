@@ -17,7 +17,7 @@ from typing import TypeVar
 from flashrt.machine import Device
 from flashrt.probes import host
 from flashrt.probes.delivered import HALF_LIFE, Delivered, Learner
-from flashrt.probes.live import Core, Cores, FreeMemory
+from flashrt.probes.live import DROPPED, UNLISTED, Core, Cores, FreeMemory
 from flashrt.probes.nvidia import Gpu, Gpus, Nvidia
 
 PERIOD = 0.2  # seconds
@@ -55,6 +55,20 @@ class Live:
         known = [c.foreign for c in self.cores if not device.cpus or c.cpu in device.cpus]
         shares = [share for share in known if share is not None]
         return max(shares) if shares and len(shares) == len(known) else None
+
+    def lost(self, device: Device) -> str:
+        """Why a device is gone; "" while it is there, or where nobody tells."""
+        if device.kind == "gpu":
+            listed = {gpu.id: gpu.lost for gpu in self.gpus}
+            return listed.get(device.id, self.reasons.get("gpus") or "the driver no longer lists it")
+        gone = (c for c in self.cores if c.cpu in device.cpus and c.reason in (UNLISTED, DROPPED))
+        return next((f"core {c.cpu}: {DROPPED}" for c in gone), "")
+
+    def room(self, device: Device) -> int | None:
+        """Bytes that are to be had of the memory a device uses; None when not known."""
+        if device.pool == host.POOL:
+            return self.free
+        return next((gpu.free for gpu in self.gpus if gpu.id == device.id), None)
 
 
 Listener = Callable[[Live], None]

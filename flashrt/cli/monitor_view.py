@@ -127,11 +127,15 @@ def _plan(status: Status, now: float) -> Iterator[str]:
         yield "no step has run yet"
     if status.queue is not None:
         yield f"{status.queue.running} running, {status.queue.waiting} waiting"
-    if status.replanning is not None:
-        yield f"re-planned {_ago(now - status.replanning.planned_at)}"
-        yield f"{status.replanning.switches} switches"
+    loop = status.replanning
+    if loop is not None and loop.planned_at is not None:
+        yield f"re-planned {_ago(now - loop.planned_at)}"
+        yield f"{loop.switches} switches"
     elif status.splits:
         yield "splits stand still: nothing re-plans"
+    if loop is not None and loop.last_recompile:
+        yield f"{loop.recompiles} re-compile{'s' * (loop.recompiles != 1)}"
+        yield f"last re-compile because {loop.last_recompile}"
 
 
 def _ago(seconds: float) -> str:
@@ -249,13 +253,16 @@ def _splits(splits: Sequence[Splits]) -> Iterator[RenderableType]:
 
 
 # ---- memory ------------------------------------------------------------------------
+OWNERS = ("weights", "cache", "activations", "staging", "workspace")
+
+
 def _memory(view: View, width: int) -> Iterator[RenderableType]:
     status = view.engine
     if status is not None and status.held:
-        table = _table("owner on", "weights", "cache", "activations", "staging", "all", "may use")
+        table = _table("owner on", *OWNERS, "all", "may use")
         for held in status.held:
-            owners = (held.weights, held.cache, held.activations, held.staging, held.total, held.limit)
-            table.add_row(held.device, *map(size, owners))
+            owners = [getattr(held, owner) for owner in OWNERS]
+            table.add_row(held.device, *map(size, (*owners, held.total, held.limit)))
         yield _title("memory by owner")
         yield table
         if status.queue is not None:

@@ -91,7 +91,8 @@ Live = Annotated[
     bool | None,
     typer.Option(
         "--live/--no-live",
-        help="whether the split between several devices follows the machine's load (default: it does)",
+        help="whether the split between several devices follows the machine's load, and the plan is made "
+        "again when a device or memory goes (default: it does)",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]

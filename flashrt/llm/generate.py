@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Generator as Yields
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashrt.errors import RequestError
+from flashrt.errors import DeviceError, RequestError
 from flashrt.ir.ops import PAGE
 from flashrt.llm.kv import PagePool
 from flashrt.llm.request import Finish, Request, Sequence
@@ -146,6 +147,16 @@ def _texts(events: Yields[Event]) -> Yields[str]:
                 yield event.text
 
 
+class Keeper(Protocol):
+    """Exchanges the model between steps (`runtime.replan.Replanner`)."""
+
+    def turn(self) -> None:
+        """Called before each step is put together: the model and the pages of its cache may change now."""
+
+    def failed(self, error: DeviceError) -> bool:
+        """Called when a step failed: whether another can be tried."""
+
+
 class Generator:
     """Generates for many requests at once.
 
@@ -173,11 +184,13 @@ class Generator:
     ) -> None:
         self.pool = PagePool(pages)
         self.scheduler = Scheduler(max_tokens_per_step, max_sequences, self.pool)
+        self._longest = context
         self.context = min(context, pages * PAGE)
         self.eos = frozenset(eos)
         self._call, self._new_text, self._vocabulary, self._clock = call, text, vocabulary, clock
         self._live: dict[str, _Live] = {}
         self._nothing_to_draw: list[_Live] = []
+        self.keeper: Keeper | None = None
 
     @property
     def idle(self) -> bool:
@@ -191,16 +204,38 @@ class Generator:
     def step(self) -> list[Event]:
         """Runs the model once, for every request that has its turn; [] when there is nothing to do.
 
-        When the call fails its error passes through, and the next `step` tries the same again.
+        When the call fails, and the keeper has no other model, its error passes through, and the next
+        `step` tries the same again.
         """
-        step = self.scheduler.next_step()
-        events = []
-        if step is not None:
-            self._mark_started(step)
-            events = self._draw(step, self._call(step.inputs(), step.symbols(), self._wanted(step)))
+        events = self._stepped()
         events += [self._finished(live, None) for live in self._nothing_to_draw]
         self._nothing_to_draw.clear()
         return events
+
+    def _stepped(self) -> list[Event]:
+        while True:
+            if self.keeper is not None:
+                self.keeper.turn()
+            step = self.scheduler.next_step()
+            if step is None:
+                return []
+            self._mark_started(step)
+            try:
+                out = self._call(step.inputs(), step.symbols(), self._wanted(step))
+            except DeviceError as error:
+                if self.keeper is None or not self.keeper.failed(error):
+                    raise
+                continue
+            return self._draw(step, out)
+
+    def resettle(self, pages: int, context: int) -> dict[int, int]:
+        """Goes on with a cache of another size: see `Scheduler.resettle`.
+
+        context: tokens of one sequence that the model takes now; requests in work need no more.
+        """
+        moved = self.scheduler.resettle(pages)
+        self.context = min(self._longest, context, pages * PAGE)
+        return moved
 
     def run(self) -> list[Completion]:
         """Steps until every request is finished. Completions in the order the requests were added."""

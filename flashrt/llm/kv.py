@@ -84,6 +84,12 @@ class PagePool:
             self._used.remove(page)
             self._free.append(page)
 
+    def resize(self, total: int, used: Iterable[int]) -> None:
+        """From now on there are `total` pages, and of them `used` are taken."""
+        self.total, self._used = total, set(used)
+        assert all(page < total for page in self._used), (total, self._used)
+        self._free = [page for page in range(total - 1, -1, -1) if page not in self._used]
+
     def grow(self, table: Table, tokens: int) -> Table | OutOfPages:
         """The table with room for `tokens` tokens: itself when it has it already."""
         missing = pages_for(tokens) - len(table.pages)

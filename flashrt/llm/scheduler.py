@@ -228,6 +228,34 @@ class Scheduler:
             by_id[part.request].computed = part.end
         return tuple(by_id[p.request] for p in step.drawing)
 
+    @property
+    def least_pages(self) -> int:
+        """The fewest pages with which all that is in work can be finished."""
+        longest = (len(s.request.prompt) + s.limit - 1 for s in (*self.running, *self.waiting))
+        return pages_for(max(longest, default=1))
+
+    def resettle(self, pages: int) -> dict[int, int]:
+        """Goes on with a cache of another size, `least_pages` at least. Gives the pages whose contents are
+        wanted there: old number → new number.
+
+        Where there are too few, the youngest give up theirs, and are computed again.
+        """
+        assert pages >= self.least_pages, (pages, self.least_pages)
+        while self.pool.used > pages:
+            self._preempt(self.running[-1])
+        used = [page for s in self.running for page in s.table.pages]
+        left = iter(sorted(set(range(pages)) - set(used)))
+        moved = {page: page if page < pages else next(left) for page in used}
+        for sequence in self.running:
+            sequence.table = Table(tuple(moved[page] for page in sequence.table.pages))
+        self.pool.resize(pages, moved.values())
+        return moved
+
+    def restart(self) -> None:
+        """What the cache holds is lost: all that runs gives up its pages, and is computed again."""
+        while self.running:
+            self._preempt(self.running[-1])
+
     def _start_waiting(self) -> None:
         while self.waiting and len(self.running) < self.max_sequences:
             first = self.waiting[0]

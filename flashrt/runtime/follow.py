@@ -42,6 +42,8 @@ class Metrics:
     age_of_last_plan: seconds since it last decided, staying included; None before the first time.
     plan_switches: how often it moved the splits. positions: by variant and split. last: the last switch.
     holding: why it doesn't decide now and the last positions are kept; "" while it works.
+    recompiles: how often another plan took over (`runtime.replan`). last_recompile: why it did, or why the
+    last attempt came to nothing.
     """
 
     age_of_last_plan: float | None
@@ -49,6 +51,8 @@ class Metrics:
     positions: Mapping[str, Positions]
     last: Switch | None
     holding: str
+    recompiles: int = 0
+    last_recompile: str = ""
 
 
 class _Steps(NamedTuple):
@@ -56,7 +60,7 @@ class _Steps(NamedTuple):
 
     env: Env
     at: Positions
-    count: int = 0
+    number: int = 0
     seconds: float = 0.0
 
 
@@ -80,6 +84,7 @@ class Follower:
         self._decided: float | None = None
         self._begun: float = clock()
         self._failed, self._closed = "", False
+        self.recompiled: Callable[[], tuple[int, str]] = lambda: (0, "")
         for e in self.variants.values():
             for end in e.ends:
                 e.live(end)  # now, since it takes a while, and not when a step waits
@@ -105,7 +110,7 @@ class Follower:
         before = self._steps.get(variant)
         if before is None or before.at is not at or before.env.get("T") != env.get("T"):
             before = _Steps(env, at)
-        self._steps[variant] = _Steps(env, at, before.count + 1, before.seconds + executor.took * 1e-9)
+        self._steps[variant] = _Steps(env, at, before.number + 1, before.seconds + executor.took * 1e-9)
 
     # ---- for the sampler
     def sampled(
@@ -135,7 +140,7 @@ class Follower:
             if s.at is not self._at[name]:
                 continue
             busy = self._busy(name)
-            out[name] = Ran(s.env, s.count, s.seconds / s.count, busy, running if name == inside else 0.0)
+            out[name] = Ran(s.env, s.number, s.seconds / s.number, busy, running if name == inside else 0.0)
             if observe is not None:
                 self._tell(name, s.env, busy, observe)
         return out
@@ -159,7 +164,7 @@ class Follower:
         now, decided = self._clock(), self._decided
         last = self.controller.switches[-1] if self.controller.switches else None
         age = None if decided is None else max(0.0, now - decided)
-        return Metrics(age, self.controller.count, self._at, last, self._holding(now))
+        return Metrics(age, self.controller.count, self._at, last, self._holding(now), *self.recompiled())
 
     def _holding(self, now: float) -> str:
         if self._closed:

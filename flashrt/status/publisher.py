@@ -72,6 +72,12 @@ class Publisher:
         self._thread = threading.Thread(target=_run, args=args, name=THREAD, daemon=True)
         self._thread.start()
 
+    def turn_to(self, program: Program) -> None:
+        """Tells about another program of the same engine from now on."""
+        self._lanes = {}
+        self._still = replace(_still(program, self._still.number), opened=self._still.opened)
+        self.program = program
+
     def close(self) -> None:
         """Ends the thread and takes the file away. Idempotent."""
         self._stop.set()

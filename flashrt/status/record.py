@@ -26,10 +26,11 @@ class Held:
     cache: int
     activations: int
     staging: int
+    workspace: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.activations + self.staging
+        return self.weights + self.cache + self.activations + self.staging + self.workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,16 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Replanning:
-    """The live loop: when it last decided where the splits should stand, and how often it moved them."""
+    """The live loop: when it last decided where the splits should stand, and how often it moved them.
 
-    planned_at: float
+    planned_at: None where there are none. recompiles: how often another plan took over; last_recompile:
+    why it did, or why the last attempt came to nothing.
+    """
+
+    planned_at: float | None
     switches: int
+    recompiles: int = 0
+    last_recompile: str = ""
 
 
 @dataclass(frozen=True, slots=True)

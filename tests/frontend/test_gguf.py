@@ -377,7 +377,7 @@ def test_ids_are_those_of_transformers(smollm2: Path) -> None:
 def test_bundled_facts(smollm2: Path) -> None:
     start = time.process_time()
     _, values, facts = everything(smollm2)
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 2  # 0.3 where nothing else runs
     assert (values["num_hidden_layers"], values["vocab_size"], values["tie_word_embeddings"]) == (
         30,
         49152,
