@@ -1,0 +1,272 @@
+"""What kernels are handed: the structs of source/*.cu, field by field, 8 bytes each."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+def packed(fields: Sequence[int | float]) -> bytes:
+    """A struct's bytes: whole numbers and addresses as int64, the rest as doubles."""
+    kinds = "".join("d" if isinstance(value, float) else "q" for value in fields)
+    return struct.pack(f"<{kinds}", *fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch. grid: blocks; threads: of a block; shared: bytes of shared memory."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    threads: int
+    args: bytes
+    shared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Work that depends on what the host knows of the step: done anew in each, never recorded."""
+
+    work: Callable[[], None]
+
+
+# A launch, or a call that enqueues work of a library.
+Step = Launch | Live | Callable[[], None]
+
+
+class Linear(NamedTuple):
+    w: int
+    n: int
+    k: int
+    second: int
+    tiles: int
+    x: int
+    x_stride: int
+    x_kind: int
+    norm: int
+    norm_on: int
+    eps: float
+    offset: float
+    y: int
+    y_stride: int
+    y_bf16: int
+    bias: int
+    residual: int
+    residual_stride: int
+    act: int
+    rows: int
+    tokens: int
+    digits: int
+    span: int
+    ahead: int
+
+
+class Plain(NamedTuple):
+    w: int
+    w_at: int
+    n: int
+    k: int
+    format: int
+    x: int
+    x_stride: int
+    y: int
+    y_stride: int
+    bias: int
+    residual: int
+    residual_stride: int
+    rows: int
+
+
+class Unpack(NamedTuple):
+    w: int
+    w_at: int
+    n: int
+    k: int
+    format: int
+    y: int
+
+
+class Embedding(NamedTuple):
+    ids: int
+    wide: int
+    w: int
+    w_at: int
+    n: int
+    k: int
+    format: int
+    y: int
+    y_stride: int
+    rows: int
+
+
+class Rope(NamedTuple):
+    q: int = 0
+    q_stride: int = 0
+    heads: int = 0
+    q_out: int = 0
+    q_out_stride: int = 0
+    k: int = 0
+    k_stride: int = 0
+    k_heads: int = 0
+    k_out: int = 0
+    k_out_stride: int = 0
+    v: int = 0
+    v_stride: int = 0
+    v_heads: int = 0
+    table: int = 0
+    table_stride: int = 0
+    half: int = 0
+    d: int = 0
+    dv: int = 0
+    kv: int = 0
+    dim: int = 0
+    bf16: int = 0
+    positions: int = 0
+    seq: int = 0
+    pages: int = 0
+    page_stride: int = 0
+    rows: int = 0
+
+
+class Attention(NamedTuple):
+    q: int
+    q_stride: int
+    heads: int
+    kv_heads: int
+    d: int
+    dv: int
+    kv: int
+    dim: int
+    bf16: int
+    positions: int
+    seq: int
+    pages: int
+    page_stride: int
+    y: int
+    y_stride: int
+    y_bf16: int
+    sinks: int
+    scale: float
+    softcap: float
+    window: int
+    causal: int
+    rounded: int
+    rows: int
+    split: int
+    parts: int
+    through: int
+
+
+class Pull(NamedTuple):
+    entries: int
+    many: int
+
+
+class Norm(NamedTuple):
+    x: int
+    x_stride: int
+    w: int
+    b: int
+    y: int
+    y_stride: int
+    y_bf16: int
+    groups: int
+    width: int
+    w_size: int
+    eps: float
+    offset: float
+    layer: int
+    rows: int
+
+
+class RopeTable(NamedTuple):
+    positions: int
+    wide: int
+    frequencies: int
+    y: int
+    y_stride: int
+    half: int
+    scale: float
+    rows: int
+
+
+class Map(NamedTuple):
+    a: int
+    a_stride: int
+    b: int
+    b_stride: int
+    b_step: int
+    y: int
+    y_stride: int
+    y_bf16: int
+    width: int
+    what: int
+    act: int
+    by: float
+    rows: int
+
+
+class Move(NamedTuple):
+    x: int
+    x_stride: int
+    by: int
+    wide: int
+    limit: int
+    y: int
+    y_stride: int
+    words: int
+    rows: int
+
+
+class Round(NamedTuple):
+    x: int
+    x_stride: int
+    width: int
+    y: int
+    y_stride: int
+    rows: int
+    padded: int
+
+
+class Quantize(NamedTuple):
+    x: int
+    x_stride: int
+    width: int
+    y: int
+    y_stride: int
+    rows: int
+
+
+class Argmax(NamedTuple):
+    x: int
+    x_stride: int
+    width: int
+    y: int
+    best: int
+    best_at: int
+    through: int
+    rows: int
+
+
+class Penalise(NamedTuple):
+    x: int
+    x_stride: int
+    width: int
+    penalty: int
+    history: int
+    history_stride: int
+    y: int
+    uniform: int
+    seed: int
+    draw: int
+    rows: int
+
+
+def launch(
+    kernel: str, grid: Sequence[int], threads: int, fields: tuple[int | float, ...], shared: int = 0
+) -> Launch:
+    """A launch with these fields; a grid of fewer than three sizes has ones behind it."""
+    x, y, z = (*grid, 1, 1)[:3]
+    return Launch(kernel, (x, y, z), threads, packed(fields), shared)

@@ -1,0 +1,126 @@
+"""The device: memory by torch, regions as CUDA graphs, one for each bucket of the symbols."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from flashrt.backend import I64, U8, Compute, Memory, Place, Rect
+from flashrt.backends.cuda.code import Code
+from flashrt.backends.cuda.driver import Driver, GpuDriver
+from flashrt.backends.cuda.kernels import KIND, offered
+from flashrt.errors import DeviceError, PlanError
+from flashrt.machine import Device
+
+NEEDED = ("torch", "cuda.bindings")
+
+
+class CudaDevice:
+    """A GPU in use. Its memory isn't the host's: what the host writes and reads goes through `pinned` and
+    `read`."""
+
+    def __init__(self, spec: Device, driver: Driver) -> None:
+        self.spec, self.driver = spec, driver
+
+    def reserve(self, nbytes: int) -> Any:
+        """Zeroed device memory, a tensor of bytes."""
+        return self.driver.alloc(nbytes)
+
+    def pinned(self, nbytes: int) -> U8:
+        """Zeroed host memory that the device reads by itself: where the inputs of its steps lie."""
+        return self.driver.pinned(nbytes)
+
+    def load(self, instrs: Sequence[Compute], memory: Memory) -> Code:
+        """Prepares instructions; launches are made when a bucket first runs.
+
+        Raises PlanError for a kernel that isn't there, LawError for a bias without its dispatch.
+        """
+        return Code(instrs, memory, self.spec.id, self.driver)
+
+    def run(self, code: Code, epoch: int) -> None:
+        """Waits, computes, signals; returns when the device is through."""
+        code.run(epoch)
+
+    def stamps(self, code: Code) -> I64:
+        """[instructions, 3] of the last run: a region's time stands at its first instruction."""
+        return code.stamps
+
+    def copy(self, src: Rect, dst: Rect) -> None:
+        """Copies rows between this device, the host and other GPUs."""
+        assert (src.rows, src.row_bytes) == (dst.rows, dst.row_bytes), (src, dst)
+        _bytes(dst).copy_(_bytes(src))
+        self.driver.wait()
+
+    def write(self, data: U8, dst: Place) -> None:
+        """Host bytes into device memory."""
+        import torch
+
+        dst.buffer[dst.offset : dst.offset + len(data)].copy_(torch.from_numpy(data))
+
+    def read(self, src: Place, out: U8) -> None:
+        """The first bytes of a place, as many as `out` has room for."""
+        import torch
+
+        torch.from_numpy(out).copy_(src.buffer[src.offset : src.offset + len(out)])
+
+    def close(self) -> None:
+        """Nothing to end: memory goes with its last buffer, graphs with their code."""
+
+
+def _bytes(rect: Rect) -> Any:
+    """A rectangle as a tensor [rows, row_bytes]: a view."""
+    import torch
+
+    buffer, place = rect.place.buffer, rect.place
+    flat = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
+    start = place.offset + rect.offset
+    last = max(0, rect.rows - 1) * rect.stride + rect.row_bytes
+    return flat[start : start + last].as_strided((rect.rows, rect.row_bytes), (rect.stride, 1))
+
+
+class CudaBackend:
+    """Kind "gpu": NVIDIA's, `gpu:N` as the driver numbers them.
+
+    driver: makes the driver of a device; None takes CUDA's.
+    """
+
+    kind = KIND
+
+    def __init__(self, driver: Callable[[int], Driver] | None = None) -> None:
+        self._driver = driver or GpuDriver
+
+    def kernels(self) -> tuple[tuple[str, str], ...]:
+        """(kernel, numerics) pairs it can run, epilogues included."""
+        return offered()
+
+    def open(self, spec: Device) -> CudaDevice:
+        """Opens a device; compiles the kernels unless they are in the cache.
+
+        Raises PlanError, with the reason, where CUDA can't be used.
+        """
+        number = spec.id.partition(":")[2]
+        if self._driver is GpuDriver and (reason := missing()):
+            raise PlanError(f"{spec.id} can't be used: {reason}", hint="pip install 'flashrt[cuda]'")
+        try:
+            return CudaDevice(spec, self._driver(int(number)))
+        except RuntimeError as error:
+            raise DeviceError(f"{spec.id} can't be opened: {error}") from None
+
+
+def missing() -> str:
+    """Why no GPU can be used here, "" where one can. Imports torch if it is there."""
+    for name in NEEDED:
+        try:
+            found = importlib.util.find_spec(name)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            return f"the Python package {name.replace('.', '-')} is missing"
+    import torch
+
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    return "" if torch.cuda.is_available() else "torch sees no GPU"

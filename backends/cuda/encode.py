@@ -1,0 +1,270 @@
+"""From joint rows to launches, for one bucket of the symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flashrt.backends.cuda import args, prefill
+from flashrt.backends.cuda.args import Live, Step, launch
+from flashrt.backends.cuda.fuse import Joint
+from flashrt.backends.cuda.linear import linear
+from flashrt.backends.cuda.operands import Operands, Tensor
+from flashrt.backends.cuda.sample import sample
+from flashrt.errors import PlanError
+from flashrt.ir import micro, text
+from flashrt.ir.ops import ATTENTION_BF16, PAGE
+from flashrt.ir.types import Dim
+
+ACTS = {"silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "tanh": 5, "sigmoid": 6}
+MAPS = {"gated": 0, "activation": 1, "add": 2, "mul": 3, "scale": 4, "softcap": 5}
+FORMATS = {"f32": 0, "f16": 1, "bf16": 2, "q4.16x32": 4, "q4m.16x32": 5, "q8.16x32": 8}
+SPLIT = 64  # tokens up to which ranges of keys have blocks of their own
+WIDEST = 96 << 10  # bytes of pages beyond which a block has two warps instead of four
+
+
+def encode(joint: Joint, ops: Operands) -> list[Step]:
+    """The launches of a kernel. Raises PlanError for one that isn't there."""
+    row = joint.main
+    if isinstance(row.instr, micro.Quantize):
+        return _round(row.instr, ops)
+    if row.op == "linear":
+        return linear(joint, ops, ACTS)
+    if row.op not in _ENCODERS:
+        known = ", ".join(sorted((*_ENCODERS, "linear")))
+        raise PlanError(
+            f"{ops.device}: no kernel {row.instr.kernel!r}",
+            lines=f"    {text.show_instr(row.instr)}",
+            hint=f"kernels: {known}",
+        )
+    return _ENCODERS[row.op](joint, row.instr, ops)
+
+
+def _attr(instr: micro.Dispatch, key: str, default: float = 0) -> Any:
+    value = instr.attr(key, default)
+    return default if value is None else value
+
+
+def _over(count: int) -> int:
+    """Blocks of 256 threads for so many elements."""
+    return -(-count // 256)
+
+
+def _out(joint: Joint, ops: Operands) -> tuple[Tensor, int]:
+    """Where the result goes, and whether it is rounded to bf16."""
+    return ops.tensor(joint.dst), int(joint.rounded is not None)
+
+
+def _embedding(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    ids, w, y = ops.index(instr.args[0]), ops.matrix(instr.args[1]), ops.tensor(instr.dst)
+    fields = args.Embedding(
+        ids.address, int(ids.item == 8), w.address, 0, w.n, w.k, FORMATS[w.layout.name],
+        y.address, y.stride, ops.rows(ids.rows),
+    )  # fmt: skip
+    return [launch("embedding", (_over(w.k), ops.number(ids.rows)), 256, fields)]
+
+
+def _norm(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    x, (y, bf16) = ops.floats(instr.args[0]), _out(joint, ops)
+    width = _attr(instr, "width") or x.width
+    w = instr.args[1] if len(instr.args) > 1 else None
+    b = instr.args[2] if len(instr.args) > 2 else None
+    fields = args.Norm(
+        x.address, x.stride, ops.vector(w), ops.vector(b), y.address, y.stride, bf16,
+        x.width // width, width, ops.elements(w) if w else 1,
+        float(_attr(instr, "eps")), float(_attr(instr, "offset")), int(joint.main.op == "layer_norm"),
+        ops.rows(x.rows),
+    )  # fmt: skip
+    return [launch("normalise", (ops.number(x.rows), x.width // width), 512, fields)]
+
+
+def _rope_table(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    positions, y = ops.index(instr.args[0]), ops.floats(instr.dst)
+    fields = args.RopeTable(
+        positions.address, int(positions.item == 8), ops.vector(instr.args[1]), y.address, y.stride,
+        ops.elements(instr.args[1]), float(_attr(instr, "scale", 1.0)), ops.rows(positions.rows),
+    )  # fmt: skip
+    return [launch("rope_table", (ops.number(positions.rows),), 128, fields)]
+
+
+def _rope(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    x, table, y = ops.floats(instr.args[0]), ops.floats(instr.args[1]), ops.floats(instr.dst)
+    d = _attr(instr, "head_dim")
+    fields = args.Rope(
+        q=x.address, q_stride=x.stride, heads=x.width // d, q_out=y.address, q_out_stride=y.stride,
+        table=table.address, table_stride=table.stride, half=table.width // 2, d=d, rows=ops.rows(x.rows),
+    )  # fmt: skip
+    if joint.keys is not None and joint.write is not None:
+        fields = _written(joint.write, joint.keys.args[0], ops, fields)
+    return _roped(fields, ops.number(x.rows))
+
+
+def _kv_write(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    k = ops.floats(instr.args[0])
+    fields = _written(instr, instr.args[0], ops, args.Rope(d=_attr(instr, "head_dim"), rows=ops.rows(k.rows)))
+    return _roped(fields, ops.number(k.rows))
+
+
+def _written(write: micro.Dispatch, keys: micro.Arg, ops: Operands, fields: args.Rope) -> args.Rope:
+    """With keys, values and cache of a kv_write."""
+    k, v = ops.floats(keys), ops.floats(write.args[1])
+    positions, seq, pages = (_lookup(a, ops) for a in write.args[2:5])
+    kv, heads, dim, bf16 = ops.state(write)
+    return fields._replace(
+        k=k.address, k_stride=k.stride, k_heads=heads, v=v.address, v_stride=v.stride, v_heads=heads,
+        d=k.width // heads, dv=v.width // heads, kv=kv, dim=dim, bf16=int(bf16),
+        positions=positions.address, seq=seq.address, pages=pages.address,
+        page_stride=_last(write.args[4], ops),
+    )  # fmt: skip
+
+
+def _roped(fields: args.Rope, rows: int) -> list[Step]:
+    heads = fields.heads + fields.k_heads + fields.v_heads
+    threads = 64 if max(fields.d, fields.dv) <= 64 else 128
+    return [launch("rope", (rows, heads), threads, fields)]
+
+
+def _lookup(arg: micro.Arg, ops: Operands) -> Tensor:
+    tensor = ops.tensor(arg)
+    if tensor.dtype != "i32":
+        raise PlanError(f"{ops.device}: attention takes positions, sequences and pages as i32")
+    return tensor
+
+
+def _last(arg: micro.Arg, ops: Operands) -> int:
+    """Device address of the size of a slot's last axis."""
+    assert isinstance(arg, micro.SlotRef)
+    return ops.rows(ops.slots[arg.slot].type.shape[-1])
+
+
+def _attention(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    if prefill.possible(instr, ops):
+        assert joint.dst is not None
+        return [Live(prefill.LibraryAttention(instr, joint.dst, ops))]
+    q, (y, y_bf16) = ops.floats(instr.args[0]), _out(joint, ops)
+    positions, seq, pages = (_lookup(a, ops) for a in instr.args[1:4])
+    kv, kv_heads, dim, bf16 = ops.state(instr)
+    heads, d, dv = (_attr(instr, key) for key in ("heads", "head_dim", "value_dim"))
+    pairs = next((p for p in (1, 2, 4) if max(d, dv) <= 64 * p), 0)
+    if not pairs or d % 2 or dv % 2:
+        raise PlanError(f"{ops.device}: heads of {d} and {dv} channels; even numbers up to 256 can run here")
+    group = heads // kv_heads
+    together = next(g for g in (4, 2, 1) if group % g == 0)
+    rows, cells = ops.number(q.rows), heads // together
+    page = 2 * PAGE * (-(-dim * (2 if bf16 else 4) // 128) * 128 + 32)  # bytes in shared memory
+    warps = 4 if 4 * page <= WIDEST else 2
+    ranges = -(-ops.number(pages.width) // warps)
+    split = rows <= SPLIT and ranges > 1
+    parts = through = 0
+    if split:
+        parts = _scratch("attention", 4 * rows * cells * ranges * together * (dim + 2), ops)
+        through = _scratch("attention through", 4 * rows * cells, ops)
+    fields = args.Attention(
+        q.address, q.stride, heads, kv_heads, d, dv, kv, dim, int(bf16),
+        positions.address, seq.address, pages.address, _last(instr.args[3], ops),
+        y.address, y.stride, y_bf16, ops.vector(instr.args[4] if len(instr.args) > 4 else None),
+        float(_attr(instr, "scale")), float(_attr(instr, "softcap")), _attr(instr, "window"),
+        int(instr.attr("causal", True) is not False), int(instr.numerics == ATTENTION_BF16),
+        ops.rows(q.rows), int(split), parts, through,
+    )  # fmt: skip
+    grid = (rows, cells, ranges if split else 1)
+    shared = warps * page + 4 * together * (64 * pairs + warps * (dim + 18)) + 16
+    return [launch(f"attention_{together}_{pairs}", grid, 32 * warps, fields, shared)]
+
+
+def _scratch(what: str, nbytes: int, ops: Operands) -> int:
+    return int(ops.scratch(what, nbytes).data_ptr())
+
+
+def _map(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    a, (y, bf16), what = ops.floats(instr.args[0]), _out(joint, ops), joint.main.op
+    b, b_stride, b_step = 0, 0, 0
+    if len(instr.args) > 1:
+        b = ops.vector(instr.args[1])
+        b_stride, b_step = _broadcast(instr.args[1], a, ops)
+    by = _attr(instr, "cap" if what == "softcap" else "by")
+    fields = args.Map(
+        a.address, a.stride, b, b_stride, b_step, y.address, y.stride, bf16, a.width, MAPS[what],
+        ACTS.get(_attr(instr, "act"), 0), float(by), ops.rows(a.rows),
+    )  # fmt: skip
+    return [launch("elementwise", (_over(a.width), ops.number(a.rows)), 256, fields)]
+
+
+def _broadcast(arg: micro.Arg, a: Tensor, ops: Operands) -> tuple[int, int]:
+    """(row stride, element step) of a second operand: same shape, one row, or one number."""
+    if isinstance(arg, micro.SlotRef):
+        b = ops.tensor(arg)
+        if b.width == a.width:
+            return (b.stride if b.rows == a.rows else 0), 1
+        return 0, 0
+    matrix = ops.matrix(arg)
+    if matrix.n * matrix.k == 1:
+        return 0, int(a.width == 1)
+    return (matrix.k if matrix.k == a.width and a.rows != 1 else 0), 1
+
+
+def _copied(x: Tensor, y: Tensor, ops: Operands, index: Tensor | None = None) -> list[Step]:
+    """Every row of x, or those that `index` names, to the rows of y."""
+    count: Dim = x.rows if index is None else index.rows
+    at, wide = (index.address, int(index.item == 8)) if index else (0, 0)
+    nbytes = x.width * x.item
+    if nbytes % 4:
+        raise PlanError(f"{ops.device}: rows of {nbytes} bytes; whole words can be copied here")
+    fields = args.Move(
+        x.address, x.stride * x.item, at, wide, ops.number(x.rows),
+        y.address, y.stride * y.item, nbytes // 4, ops.rows(count),
+    )  # fmt: skip
+    return [launch("move_rows", (_over(nbytes // 4), ops.number(count)), 256, fields)]
+
+
+def _slice(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    x, y = ops.tensor(instr.args[0]), ops.tensor(instr.dst)
+    lo, hi = _attr(instr, "lo"), _attr(instr, "hi")
+    part = Tensor(x.address + lo * x.item, x.rows, hi - lo, x.stride, x.item, x.dtype)
+    return _copied(part, y, ops)
+
+
+def _view(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    x, y = ops.tensor(instr.args[0]), ops.tensor(instr.dst)
+    if x.width == y.width:
+        return _copied(x, y, ops)
+    assert x.width == x.stride and y.width == y.stride, "a view of some channels isn't dense"
+    return _copied(x, Tensor(y.address, x.rows, x.width, x.width, y.item, y.dtype), ops)
+
+
+def _rows(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    x, index, y = ops.tensor(instr.args[0]), ops.index(instr.args[1]), ops.tensor(instr.dst)
+    return _copied(x, y, ops, index)
+
+
+def _round(instr: micro.Quantize, ops: Operands) -> list[Step]:
+    x, y = ops.floats(instr.src), ops.tensor(instr.dst)
+    if instr.scheme == "i8/32":
+        whole = args.Quantize(x.address, x.stride, x.width, y.address, y.stride, ops.rows(x.rows))
+        return [launch("quantize", (_over(x.width), ops.number(x.rows)), 256, whole)]
+    if instr.scheme != "bf16":
+        what = f"{ops.device}: no quantize {instr.scheme!r}"
+        raise PlanError(what, lines=f"    {text.show_instr(instr)}", hint="known: bf16, i8/32")
+    fields = args.Round(x.address, x.stride, x.width, y.address, y.stride, ops.rows(x.rows), ops.rows(y.rows))
+    return [launch("round_bf16", (_over(y.stride), ops.number(y.rows)), 256, fields)]
+
+
+def _sample(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    return sample(instr, ops)
+
+
+Encoder = Callable[[Joint, micro.Dispatch, Operands], list[Step]]
+_ENCODERS: Mapping[str, Encoder] = {
+    "embedding": _embedding,
+    "rms_norm": _norm,
+    "layer_norm": _norm,
+    "rope_table": _rope_table,
+    "rope": _rope,
+    "kv_write": _kv_write,
+    "attention": _attention,
+    **dict.fromkeys(MAPS, _map),
+    "slice": _slice,
+    "view": _view,
+    "rows": _rows,
+    "sample": _sample,
+}

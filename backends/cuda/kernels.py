@@ -1,0 +1,43 @@
+"""Which kernels run on a GPU, and with which numerics.
+
+The names say in which formats values are held and multiplied, as everywhere; the order in which a sum is
+taken is this backend's own. "act=f32 acc=f32" and attention give the same bits for any number of tokens.
+"act=bf16 acc=f32" doesn't: many tokens go through a library's matrix product, whose weights are rounded to
+bf16; few tokens meet the weights as they are stored.
+"""
+
+from __future__ import annotations
+
+from flashrt.ir.ops import (
+    ATTENTION_BF16,
+    ATTENTION_CACHED,
+    ATTENTION_EXACT,
+    EXACT,
+    KV_WRITE_BF16,
+    LINEAR_BF16,
+    LINEAR_EXACT,
+    LINEAR_I8,
+)
+from flashrt.layouts import LAYOUTS
+
+KIND = "gpu"
+EPILOGUES = ("", "+bias", "+residual", "+bias+residual")
+ROUNDED = ("q4.16x32", "q4m.16x32", "q8.16x32", "bf16")  # layouts whose products take bf16 activations
+_PLAIN = (
+    "rms_norm", "layer_norm", "rope_table", "rope", "gated", "activation",
+    "add", "mul", "scale", "softcap", "slice", "view", "rows", "sample",
+)  # fmt: skip
+
+
+def offered() -> tuple[tuple[str, str], ...]:
+    """(kernel, numerics) pairs as dispatches name them, epilogues included."""
+    kinds = [(layout, LINEAR_EXACT) for layout in LAYOUTS] + [(layout, LINEAR_BF16) for layout in ROUNDED]
+    kinds += [(layout, LINEAR_I8) for layout in ROUNDED if LAYOUTS[layout].bits]
+    return (
+        *((f"linear.{layout}{e}", numerics) for layout, numerics in kinds for e in EPILOGUES),
+        *((f"embedding.{layout}", EXACT) for layout in LAYOUTS),
+        *((name, EXACT) for name in _PLAIN),
+        *(("attention", n) for n in (ATTENTION_EXACT, ATTENTION_CACHED, ATTENTION_BF16)),
+        ("kv_write", EXACT),
+        ("kv_write", KV_WRITE_BF16),
+    )

@@ -1,0 +1,190 @@
+"""Matrix products: own kernels for few tokens, a library's for many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flashrt.backends.cuda import args
+from flashrt.backends.cuda.args import Step, launch
+from flashrt.backends.cuda.fuse import Joint
+from flashrt.backends.cuda.operands import Matrix, Operands, Tensor
+from flashrt.errors import PlanError
+from flashrt.ir import micro
+from flashrt.ir.ops import LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
+from flashrt.ir.types import Dim
+
+FEW = 32  # tokens up to which products with bf16 activations run our kernel
+TAKEN = 8  # tokens up to which a product normalises and rounds its input itself: each of its blocks does
+NAMES = {"q4.16x32": "q4", "q4m.16x32": "q4m", "q8.16x32": "q8", "bf16": "bf16"}
+PACKED = {"q4.16x32": 4, "q4m.16x32": 5, "q8.16x32": 8}
+PLAIN = {"f32": 0, "f16": 1, "bf16": 2}
+DIGITS = {LINEAR_EXACT: 4, LINEAR_BF16: 2, LINEAR_I8: 1}  # columns of a token, as source/linear.cu has them
+KINDS = {"f32": 0, "bf16": 1, "u8": 2}  # of activations
+WARPS, DEPTH = 16, 2  # of source/linear.cu
+COLUMNS = 32  # at most in one block
+RESERVED = 1 << 10  # bytes of shared memory that a block costs besides
+SPAN = 8  # blocks of 32 inputs that a warp copies at a time
+AHEAD = 2  # tiles whose weights go to the L2 cache before the kernel's turn
+
+
+def few(instr: micro.Dispatch, ops: Operands) -> bool:
+    """Whether a linear runs the kernel for few tokens, which can do more than multiply."""
+    w = ops.matrix(instr.args[1])
+    if not _on_tiles(w):
+        return False
+    return instr.numerics != LINEAR_BF16 or ops.number(ops.tensor(instr.dst).rows) <= FEW
+
+
+def takes(instr: micro.Dispatch, ops: Operands) -> bool:
+    """Whether a linear has so few tokens that it prepares its input itself."""
+    return few(instr, ops) and ops.number(ops.tensor(instr.dst).rows) <= TAKEN
+
+
+def _on_tiles(w: Matrix) -> bool:
+    return w.layout.name in PACKED or (w.layout.name == "bf16" and w.k % 8 == 0)
+
+
+def linear(joint: Joint, ops: Operands, acts: Mapping[str, int]) -> list[Step]:
+    """The launches of a product with all that joined it."""
+    instr = joint.main.instr
+    assert isinstance(instr, micro.Dispatch)
+    w, out = ops.matrix(instr.args[1]), ops.tensor(instr.dst)
+    if out.width == 0:
+        return []
+    if few(instr, ops):
+        return [_few(joint, instr, w, ops, acts)]
+    if instr.numerics == LINEAR_BF16 and _on_tiles(w):
+        return _many(joint, instr, w, ops)
+    return [_plain(joint, instr, w, ops)]
+
+
+def _addends(joint: Joint, instr: micro.Dispatch, ops: Operands) -> tuple[int, int, int]:
+    """Addresses of bias and residual (0: none), and the residual's stride."""
+    bias = ops.vector(joint.main.bias)
+    if "residual" not in instr.kernel.split("+"):
+        return bias, 0, 0
+    residual = ops.floats(instr.args[-1])
+    return bias, residual.address, residual.stride
+
+
+def _few(joint: Joint, instr: micro.Dispatch, w: Matrix, ops: Operands, acts: Mapping[str, int]) -> Step:
+    norm, gated = joint.norm, joint.gated
+    x, y = ops.tensor(joint.reads[0]), ops.tensor(joint.dst)
+    n = w.n // 2 if gated else w.n
+    tiles = -(-n // 16)
+    rows: Dim = ops.tensor(instr.dst).rows
+    most = ops.number(rows)
+    block = _block(w, most, instr.numerics, ops)
+    bias, residual, residual_stride = _addends(joint, instr, ops)
+    fields = args.Linear(
+        w.address, n, w.k, tiles, tiles, x.address, x.stride, KINDS[x.dtype],
+        ops.vector(norm.args[1]) if norm and len(norm.args) > 1 else 0, int(norm is not None),
+        _number(norm, "eps"), _number(norm, "offset"),
+        y.address, y.stride, int(joint.rounded is not None), bias, residual, residual_stride,
+        acts[str(gated.attr("act"))] if gated else 0, ops.rows(rows), block.tokens, block.digits,
+        block.span, AHEAD,
+    )  # fmt: skip
+    grid = (min(tiles, ops.limits.processors), -(-most // block.tokens))
+    return launch(f"linear_{NAMES[w.layout.name]}_{block.tile}", grid, 512, fields, block.shared)
+
+
+def _number(norm: micro.Dispatch | None, key: str) -> float:
+    value = norm.attr(key) if norm else None
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """How a block of threads works. tokens: at a time; digits: columns of each; tile: eights of columns;
+    span: blocks of 32 inputs in a slot of a warp's ring; shared: bytes of shared memory."""
+
+    tokens: int
+    digits: int
+    tile: int
+    span: int
+    shared: int
+
+
+def _block(w: Matrix, rows: int, numerics: str, ops: Operands) -> Block:
+    """The one with most tokens, dealt out evenly, and with rings that leave room for the next kernel's block
+    beside it, or for nothing else."""
+    plain, digits, blocks = w.layout.name == "bf16", DIGITS[numerics], -(-w.k // 32)
+    if plain:
+        digits = 4 if numerics == LINEAR_EXACT else 1
+    held = 3 if plain and digits == 4 else digits  # columns in memory
+    each = blocks * (64 * held if plain else 32 * held + 4 + 4 * held * w.layout.minimum) + 64
+    share = -(-blocks // WARPS)
+    spans = [2] if plain else sorted({-(-share // -(-share // most)) for most in range(1, SPAN + 1)})
+
+    def needed(span: int, tokens: int) -> int:
+        ring = WARPS * DEPTH * span * w.layout.group_bytes(32) * (16 if plain else 1)
+        return ring + tokens * (each + 16 * 4 * (WARPS + 1) * (2 if tokens <= 4 else 1))
+
+    most = min(rows, COLUMNS // digits)
+    fitting = [t for t in range(1, most + 1) if needed(spans[0], t) <= ops.limits.shared]
+    if not fitting:
+        what = f"{ops.device}: products of {w.k} inputs need {needed(spans[0], 1)} bytes of shared memory"
+        raise PlanError(what)
+    tokens = -(-rows // -(-rows // fitting[-1]))
+    beside = ops.limits.shared_all // 2 - RESERVED
+    span = max((s for s in spans if needed(s, tokens) <= beside), default=0)
+    span = span or max(s for s in spans if needed(s, tokens) <= ops.limits.shared)
+    tile = next(t for t in (1, 2, 4) if tokens * digits <= 8 * t)
+    return Block(tokens, digits, tile, span, needed(span, tokens))
+
+
+def _plain(joint: Joint, instr: micro.Dispatch, w: Matrix, ops: Operands) -> Step:
+    if w.layout.name not in PLAIN:
+        raise PlanError(f"{ops.device}: no product with {w.layout.name} and {instr.numerics!r}")
+    x, y = ops.floats(instr.args[0]), ops.floats(instr.dst)
+    fields = args.Plain(
+        w.address, 0, w.n, w.k, PLAIN[w.layout.name], x.address, x.stride, y.address, y.stride,
+        *_addends(joint, instr, ops), ops.rows(y.rows),
+    )  # fmt: skip
+    return launch("linear_plain", (-(-w.n // 8), ops.number(y.rows)), 256, fields)
+
+
+def _many(joint: Joint, instr: micro.Dispatch, w: Matrix, ops: Operands) -> list[Step]:
+    """Weights as bf16, a library's product, and what is added."""
+    import torch
+
+    y = ops.floats(instr.dst)
+    rows = ops.number(y.rows)
+    x = ops.view(instr.args[0], rows)[:, : w.k]
+    steps: list[Step] = []
+    if w.layout.name == "bf16":
+        weights = ops.weights(instr.args[1])
+    else:
+        room = ops.scratch("unpacked weights", 2 * w.n * w.k)
+        weights = room[: 2 * w.n * w.k].view(torch.bfloat16).view(w.n, w.k)
+        unpack = args.Unpack(w.address, 0, w.n, w.k, PACKED[w.layout.name], room.data_ptr())
+        steps.append(launch("unpack", (8 * ops.limits.processors,), 256, unpack))
+    out = ops.view(instr.dst, rows)
+    steps.append(lambda: _product(x, weights, out))
+    return steps + _added(joint, instr, y, ops)
+
+
+def _product(x, w, out) -> None:  # type: ignore[no-untyped-def]
+    """out = x·wᵀ in f32, of bf16 values."""
+    import torch
+
+    if x.is_cuda and out.is_contiguous():
+        torch.mm(x, w.t(), out_dtype=torch.float32, out=out)
+    elif x.is_cuda:
+        out.copy_(torch.mm(x, w.t(), out_dtype=torch.float32))
+    else:
+        out.copy_(x.float() @ w.float().t())
+
+
+def _added(joint: Joint, instr: micro.Dispatch, y: Tensor, ops: Operands) -> list[Step]:
+    bias, residual, stride = _addends(joint, instr, ops)
+    steps: list[Step] = []
+    for address, row_stride in ((bias, 0), (residual, stride)):
+        if address:
+            fields = args.Map(
+                y.address, y.stride, address, row_stride, 1, y.address, y.stride, 0, y.width, 2, 0, 0.0,
+                ops.rows(y.rows),
+            )  # fmt: skip
+            steps.append(launch("elementwise", (-(-y.width // 256), ops.number(y.rows)), 256, fields))
+    return steps

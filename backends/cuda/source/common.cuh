@@ -1,0 +1,116 @@
+// What all kernels share. Every kernel takes one struct of 8-byte fields, in the order in which
+// flashrt/backends/cuda/args.py packs them. Sizes that change from step to step are read from device memory
+// (`const i64*`). A kernel may start before the one in front of it is through: until `after_others()`
+// it may only read weights.
+
+typedef long long i64;
+typedef unsigned long long u64;
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+#define INFINITE __int_as_float(0x7f800000)
+#define LARGEST 3.402823466e38f
+
+#ifndef EMULATED
+#define SHARED_BYTES(name) extern __shared__ __align__(16) char name[]
+
+__device__ __forceinline__ void after_others() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_others_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ float half_to_float(u16 h) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+  return f;
+}
+// a + b of two pairs of bf16
+__device__ __forceinline__ u32 add_bf16x2(u32 a, u32 b) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(0x3f803f80u), "r"(b));
+  return d;
+}
+// d = c + a·b: a 16×32, b 32×8 of signed bytes, d 16×8
+__device__ __forceinline__ void mma_bytes(int* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, int c) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c));
+}
+// d += a·b: a 16×16, b 16×8 of bf16, d 16×8
+__device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// 16 bytes into shared memory, or zeros, while the thread goes on: `copies_end` closes a batch of such copies,
+// and behind `copies_but<N>` all but the last N batches of this thread are there.
+__device__ __forceinline__ void copy_ahead(void* to, const void* from, bool in) {
+  const u32 there = (u32)__cvta_generic_to_shared(to);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(there), "l"(from), "r"(in ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void copies_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+// Starts reading into the L2 cache. Multiples of 16.
+__device__ __forceinline__ void to_cache(const void* from, i64 bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"((u32)bytes) : "memory");
+#endif
+}
+__device__ __forceinline__ u32 bytes_of(u32 a, u32 b, u32 which) { return __byte_perm(a, b, which); }
+// What `pull` brought, read before `after_others`; what other blocks of this kernel wrote.
+template <class T>
+__device__ __forceinline__ T from_host(const T* p) { return *(const volatile T*)p; }
+template <class T>
+__device__ __forceinline__ T from_others(const T* p) { return __ldcg(p); }
+#endif
+
+// nearest, half to even; NaN stays NaN
+__device__ __forceinline__ u32 bf16_of(float x) {
+  u32 b = __float_as_uint(x);
+  if ((b & 0x7fffffffu) > 0x7f800000u) return 0x7fc0u;
+  return (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+}
+__device__ __forceinline__ float float_of(u32 bf16) { return __uint_as_float(bf16 << 16); }
+
+__device__ __forceinline__ float warp_sum(float v) {
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
+  return v;
+}
+
+// The sum over a block of 512 threads, for all of them; `room` has 16 floats. One order for every caller.
+__device__ __forceinline__ float block_sum(float v, float* room) {
+  v = warp_sum(v);
+  __syncthreads();
+  if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = v;
+  __syncthreads();
+  float total = 0.f;
+  for (int i = 0; i < 16; ++i) total += room[i];
+  return total;
+}
+
+// 1 / root mean square, by a block of 512 threads: `sum` is a thread's Σx² of its pieces of 8, one by one, where
+// piece p belongs to thread p % 512
+__device__ __forceinline__ float inverse_rms(float sum, int width, float eps, float* room) {
+  return __fdiv_rn(1.f, __fsqrt_rn(__fadd_rn(__fdiv_rn(block_sum(sum, room), (float)width), eps)));
+}
+
+__device__ __forceinline__ float activated(float x, int act) {
+  switch (act) {
+    case 1: return __fdiv_rn(x, 1.f + expf(-x));                                                // silu
+    case 2: return x * (1.f + erff(x * 0.70710678118654752f)) * 0.5f;                           // gelu
+    case 3: return x * (1.f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x))) * 0.5f;  // gelu_tanh
+    case 4: return fmaxf(x, 0.f);                                                               // relu
+    case 5: return tanhf(x);
+    case 6: return __fdiv_rn(1.f, 1.f + expf(-x));                                              // sigmoid
+  }
+  return x;
+}

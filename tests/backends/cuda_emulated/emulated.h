@@ -1,0 +1,211 @@
+// CUDA's threads as fibers of one thread of the host, so that kernels can be run and compared without a GPU.
+// Blocks run one after another; the threads of a block take turns wherever they wait for each other.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+#include <vector>
+
+#define EMULATED 1
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __shared__ static
+#define __launch_bounds__(...)
+#define SHARED_BYTES(name) char* name = emulated::shared
+
+struct Index { unsigned x, y, z; };
+static Index threadIdx, blockIdx, blockDim, gridDim;
+struct uint4 { unsigned x, y, z, w; };
+struct uint2 { unsigned x, y; };
+struct float4 { float x, y, z, w; };
+struct float2 { float x, y; };
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+namespace emulated {
+constexpr int STACK = 1 << 16;
+struct Barrier {
+  int alive = 0, arrived = 0;
+  unsigned round = 0;
+};
+struct Warp {
+  Barrier barrier;
+  unsigned box[32], a[32][4], b[32][2];
+};
+static char shared[256 << 10];
+static ucontext_t scheduler;
+static std::vector<ucontext_t> fibers;
+static std::vector<char> stacks, done;
+static std::vector<Warp> warps;
+static Barrier block;
+static unsigned current;
+static void (*body)(void*);
+static void* arguments;
+
+static void yield() { swapcontext(&fibers[current], &scheduler); }
+static void open_if_full(Barrier& b) {
+  if (b.alive && b.arrived == b.alive) { b.arrived = 0; ++b.round; }
+}
+static void meet(Barrier& b) {
+  const unsigned round = b.round;
+  ++b.arrived;
+  open_if_full(b);
+  while (b.round == round) yield();
+}
+static Warp& warp() { return warps[threadIdx.x / 32]; }
+static void enter() {
+  body(arguments);
+  done[current] = 1;
+  --block.alive; open_if_full(block);
+  Barrier& w = warps[current / 32].barrier;
+  --w.alive; open_if_full(w);
+  yield();
+}
+static void run_block(unsigned threads) {
+  fibers.resize(threads);
+  stacks.resize((size_t)threads * STACK);
+  done.assign(threads, 0);
+  warps.assign((threads + 31) / 32, Warp());
+  block = Barrier();
+  block.alive = threads;
+  for (unsigned t = 0; t < threads; ++t) {
+    ++warps[t / 32].barrier.alive;
+    getcontext(&fibers[t]);
+    fibers[t].uc_stack.ss_sp = &stacks[(size_t)t * STACK];
+    fibers[t].uc_stack.ss_size = STACK;
+    fibers[t].uc_link = &scheduler;
+    makecontext(&fibers[t], enter, 0);
+  }
+  for (unsigned left = threads; left;) {
+    left = 0;
+    for (unsigned t = 0; t < threads; ++t) {
+      if (done[t]) continue;
+      ++left;
+      current = t;
+      threadIdx = {t, 0, 0};
+      swapcontext(&scheduler, &fibers[t]);
+    }
+  }
+}
+static inline float bf16(unsigned half) {
+  const unsigned bits = half << 16;
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+}  // namespace emulated
+
+extern "C" void emulate(void (*body)(void*), void* arguments, unsigned gx, unsigned gy, unsigned gz, unsigned threads) {
+  emulated::body = body;
+  emulated::arguments = arguments;
+  gridDim = {gx, gy, gz};
+  blockDim = {threads, 1, 1};
+  for (unsigned z = 0; z < gz; ++z)
+    for (unsigned y = 0; y < gy; ++y)
+      for (unsigned x = 0; x < gx; ++x) {
+        blockIdx = {x, y, z};
+        memset(emulated::shared, 0xff, sizeof emulated::shared);
+        emulated::run_block(threads);
+      }
+}
+
+static inline void __syncthreads() { emulated::meet(emulated::block); }
+static inline void __threadfence() {}
+static inline unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
+static inline float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
+static inline float __int_as_float(int i) { float f; memcpy(&f, &i, 4); return f; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fsub_rn(float a, float b) { return a - b; }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float __fsqrt_rn(float a) { return sqrtf(a); }
+static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+static inline int atomicAdd(int* p, int v) { int old = *p; *p += v; return old; }
+
+template <class T> static inline T exchanged(T v, int from) {
+  static_assert(sizeof(T) == 4, "words");
+  emulated::Warp& w = emulated::warp();
+  memcpy(&w.box[threadIdx.x % 32], &v, 4);
+  emulated::meet(w.barrier);
+  T out;
+  memcpy(&out, &w.box[from], 4);
+  emulated::meet(w.barrier);
+  return out;
+}
+template <class T> static inline T __shfl_xor_sync(unsigned, T v, int o) { return exchanged(v, (threadIdx.x % 32) ^ o); }
+template <class T> static inline T __shfl_sync(unsigned, T v, int from) { return exchanged(v, from); }
+
+static inline void after_others() {}
+static inline void let_others_start() {}
+static inline void __syncwarp() { emulated::meet(emulated::warp().barrier); }
+static inline int __float2int_rn(float f) { return (int)lrintf(f); }
+// Copies are there at once.
+static inline void copy_ahead(void* to, const void* from, bool in) {
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16) abort();
+  if (in) memcpy(to, from, 16);
+  else memset(to, 0, 16);
+}
+static inline void copies_end() {}
+template <int N> static inline void copies_but() {}
+static inline void to_cache(const void* from, long long bytes) { if (bytes % 16) abort(); }
+static inline unsigned bytes_of(unsigned a, unsigned b, unsigned which) {
+  const unsigned long long both = (unsigned long long)b << 32 | a;
+  unsigned out = 0;
+  for (int i = 0; i < 4; ++i) out |= (unsigned)(both >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+  return out;
+}
+template <class T> static inline T from_host(const T* p) { return *p; }
+template <class T> static inline T from_others(const T* p) { return *p; }
+
+static inline float half_to_float(unsigned short h) {
+  const unsigned sign = (h & 0x8000u) << 16, e = (h >> 10) & 31, m = h & 0x3ff;
+  if (e == 31) return __uint_as_float(sign | 0x7f800000u | m << 13);
+  const float v = e ? ldexpf((float)(m + 1024), (int)e - 25) : ldexpf((float)m, -24);
+  return sign ? -v : v;
+}
+static inline unsigned rounded(float x) {
+  const unsigned b = __float_as_uint(x);
+  return (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+}
+static inline unsigned add_bf16x2(unsigned a, unsigned b) {
+  return rounded(emulated::bf16(a & 0xffff) + emulated::bf16(b & 0xffff)) |
+         rounded(emulated::bf16(a >> 16) + emulated::bf16(b >> 16)) << 16;
+}
+static inline void mma(float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  emulated::Warp& w = emulated::warp();
+  const int lane = threadIdx.x % 32, g = lane / 4, j = lane % 4;
+  const unsigned mine[4] = {a0, a1, a2, a3};
+  memcpy(w.a[lane], mine, 16);
+  w.b[lane][0] = b0; w.b[lane][1] = b1;
+  emulated::meet(w.barrier);
+  for (int i = 0; i < 4; ++i) {
+    const int row = g + 8 * (i / 2), column = 2 * j + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      const unsigned a = w.a[row % 8 * 4 + k % 8 / 2][row / 8 + 2 * (k / 8)];
+      const unsigned b = w.b[column * 4 + k % 8 / 2][k / 8];
+      d[i] += emulated::bf16(k % 2 ? a >> 16 : a & 0xffff) * emulated::bf16(k % 2 ? b >> 16 : b & 0xffff);
+    }
+  }
+  emulated::meet(w.barrier);
+}
+static inline void mma_bytes(int* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1, int c) {
+  emulated::Warp& w = emulated::warp();
+  const int lane = threadIdx.x % 32, g = lane / 4, j = lane % 4;
+  const unsigned mine[4] = {a0, a1, a2, a3};
+  memcpy(w.a[lane], mine, 16);
+  w.b[lane][0] = b0; w.b[lane][1] = b1;
+  emulated::meet(w.barrier);
+  for (int i = 0; i < 4; ++i) {
+    const int row = g + 8 * (i / 2), column = 2 * j + i % 2;
+    d[i] = c;
+    for (int k = 0; k < 32; ++k) {
+      const unsigned a = w.a[row % 8 * 4 + k % 16 / 4][row / 8 + 2 * (k / 16)];
+      const unsigned b = w.b[column * 4 + k % 16 / 4][k / 16];
+      d[i] += (int)(signed char)(a >> 8 * (k % 4)) * (int)(signed char)(b >> 8 * (k % 4));
+    }
+  }
+  emulated::meet(w.barrier);
+}

@@ -1,0 +1,326 @@
+"""Every CUDA kernel against the reference: on a GPU where there is one, else with its threads emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashrt.backends.cuda import CudaBackend, CudaDevice, missing
+from flashrt.layouts import LAYOUTS, U8, pack_plain
+from tests.backends.cpu_streams import packed
+from tests.backends.cuda_streams import F32, agree, run, spec
+
+RNG = np.random.default_rng(3)
+AT = "device=cpu:0 lane=compute"
+EXACT = 'numerics="acc=f32"'
+LINEAR = 'numerics="act=f32 acc=f32"'
+ROUNDED = 'numerics="act=bf16 acc=f32"'
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.slow)],
+)
+def gpu(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
+    if request.param == "gpu":
+        if reason := missing():
+            pytest.skip(reason)
+        from dataclasses import replace
+
+        device = CudaBackend().open(replace(spec(), id="gpu:0"))
+        device.spec = spec()
+    else:
+        if not missing():
+            pytest.skip("there is a GPU")
+        from tests.backends.cuda_emulated import COMPILER, EmulatedDriver
+
+        if COMPILER is None:
+            pytest.skip("no g++ to compile the emulated kernels")
+        device = CudaDevice(spec(), EmulatedDriver())
+    yield device
+    device.close()
+
+
+def r(*shape: int) -> F32:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def f32(x: Any) -> U8:
+    return pack_plain(LAYOUTS["f32"], np.asarray(x, np.float32))
+
+
+def linear(layout: str, n: int, k: int, epilogue: str, numerics: str = LINEAR) -> str:
+    bias = f"bias {AT} block=@b\n" if "bias" in epilogue else ""
+    residual = ",%2" if "residual" in epilogue else ""
+    return f"""weight w f32[{n},{k}] sources=[w] layout={layout}
+weight b f32[{n}] sources=[b] layout=f32
+slot %0 cpu:0 f32[T,{k}]
+slot %1 cpu:0 f32[T,{n}]
+slot %2 cpu:0 f32[T,{n}]
+block w cpu:0 lo=0 hi={n} bytes=0
+block b cpu:0 lo=0 hi={n} bytes=0
+{bias}dispatch {AT} kernel=linear.{layout}{epilogue} args=[%0,@w{residual}] dst=%1 {numerics}
+"""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "n,k,t,epilogue",
+    [(48, 64, 1, ""), (40, 70, 7, "+bias+residual"), (5, 40, 3, "+bias"), (80, 2080, 2, "+residual")],
+)
+def test_linear(gpu: CudaDevice, layout: str, n: int, k: int, t: int, epilogue: str) -> None:
+    values = {0: r(t, k), 2: r(t, n)}
+    blocks = {"w": packed(layout, n, k), "b": f32(r(n))}
+    agree(gpu, linear(layout, n, k, epilogue), values, 1, blocks, T=t)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_has_the_same_bits_alone_and_among_others(gpu: CudaDevice, layout: str) -> None:
+    text, x, w = linear(layout, 40, 72, ""), r(15, 72), packed(layout, 40, 72)
+    together = run(gpu, text, {0: x}, {"w": w}, T=15).read(1)
+    for t in (0, 7, 14):
+        alone = run(gpu, text, {0: x[t]}, {"w": w}, T=1).read(1)
+        assert alone.tobytes() == together[t].tobytes()
+
+
+def quantised(layout: str, n: int, k: int, epilogue: str = "") -> str:
+    text = linear(layout, n, k, epilogue, ROUNDED).replace("args=[%0", "args=[%3")
+    slot = f"slot %3 cpu:0 bf16[32*ceildiv(T,32),{-(-k // 32) * 32}]\n"
+    quantize = f"quantize {AT} src=%0 dst=%3 scheme=bf16\n"
+    head, first, rest = text.partition("bias " if "bias" in epilogue else "dispatch ")
+    head, block, blocks = head.partition("block ")
+    return head + slot + block + blocks + quantize + first + rest
+
+
+@pytest.mark.parametrize("layout", ["q4.16x32", "q4m.16x32", "q8.16x32", "bf16"])
+@pytest.mark.parametrize("t", [1, 8, 40])
+def test_linear_with_bf16_activations(gpu: CudaDevice, layout: str, t: int) -> None:
+    n, k = 48, 72
+    values = {0: r(t, k), 2: r(t, n)}
+    blocks = {"w": packed(layout, n, k), "b": f32(r(n))}
+    agree(gpu, quantised(layout, n, k, "+bias+residual"), values, 1, blocks, T=t, tolerance=4e-3)
+
+
+WHOLE = 'numerics="act=i8/32 acc=f32"'
+
+
+def rounded_to_bytes(layout: str, n: int, k: int) -> str:
+    text = linear(layout, n, k, "", WHOLE).replace("args=[%0", "args=[%3")
+    slot = f"slot %3 cpu:0 u8[T,{k + 4 * -(-k // 32)}]\n"
+    head, block, rest = text.partition("block ")
+    head, text = head + slot, block + rest
+    return head + text.replace("dispatch", f"quantize {AT} src=%0 dst=%3 scheme=i8/32\ndispatch")
+
+
+@pytest.mark.parametrize("layout", ["q4.16x32", "q4m.16x32", "q8.16x32"])
+@pytest.mark.parametrize("t", [1, 3, 19])
+@pytest.mark.parametrize("n,k", [(40, 72), (32, 4100)])
+def test_linear_with_int8_activations(gpu: CudaDevice, layout: str, t: int, n: int, k: int) -> None:
+    values = {0: r(t, k) * np.exp(r(t, k))}
+    agree(gpu, rounded_to_bytes(layout, n, k), values, 1, {"w": packed(layout, n, k)}, T=t)
+
+
+def test_a_column_of_bytes_is_the_same_with_and_without_its_own_kernel(gpu: CudaDevice) -> None:
+    text, w = rounded_to_bytes("q4.16x32", 40, 96), packed("q4.16x32", 40, 96)
+    x = r(20, 96)
+    alone = run(gpu, text, {0: x[3]}, {"w": w}, T=1).read(1)
+    assert alone.tobytes() == run(gpu, text, {0: x}, {"w": w}, T=20).read(1)[3].tobytes()
+
+
+@pytest.mark.parametrize("ids", ["i32", "i64"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_embedding_is_exactly_what_the_layout_means(gpu: CudaDevice, layout: str, ids: str) -> None:
+    text = f"""weight w f32[37,70] sources=[w] layout={layout}
+slot %0 cpu:0 {ids}[T]
+slot %1 cpu:0 f32[T,70]
+block w cpu:0 lo=0 hi=37 bytes=0
+dispatch {AT} kernel=embedding.{layout} args=[%0,@w] dst=%1 {EXACT}
+"""
+    values = {0: np.array([36, 0, 17, 16, 36])}
+    agree(gpu, text, values, 1, {"w": packed(layout, 37, 70)}, tolerance=0, T=5)
+
+
+NORM = f"""weight w f32[W] sources=[w] layout=f32
+weight b f32[W] sources=[b] layout=f32
+slot %0 cpu:0 f32[T,C]
+slot %1 cpu:0 f32[T,C]
+block w cpu:0 lo=0 hi=W bytes=0
+block b cpu:0 lo=0 hi=W bytes=0
+dispatch {AT} kernel=KERNEL args=ARGS dst=%1 attrs={{ATTRS}} {EXACT}
+"""
+
+
+@pytest.mark.parametrize("channels,width,w", [(48, 48, 48), (700, 700, 700), (60, 20, 20), (60, 20, 60)])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_rms_norm(gpu: CudaDevice, channels: int, width: int, w: int, offset: int) -> None:
+    text = NORM.replace("KERNEL", "rms_norm").replace("ARGS", "[%0,@w]")
+    text = text.replace("ATTRS", f"eps=1e-05,width={width},offset={offset}").replace("C]", f"{channels}]")
+    agree(gpu, text.replace("W", str(w)), {0: r(5, channels)}, 1, {"w": f32(r(w)), "b": f32(r(w))}, T=5)
+
+
+@pytest.mark.parametrize("args", ["[%0,@w]", "[%0,@w,@b]"])
+def test_layer_norm(gpu: CudaDevice, args: str) -> None:
+    text = NORM.replace("KERNEL", "layer_norm").replace("ARGS", args).replace("ATTRS", "eps=1e-05")
+    text = text.replace("C]", "600]").replace("W", "600")
+    blocks = {"w": f32(r(600)), "b": f32(r(600))}
+    agree(gpu, text, {0: r(5, 600) + 10}, 1, blocks, tolerance=2e-5, T=5)
+
+
+def test_rope_table_keeps_late_positions_exact(gpu: CudaDevice) -> None:
+    text = f"""weight w f32[24] sources=[w] layout=f32
+slot %0 cpu:0 i32[T]
+slot %1 cpu:0 f32[T,48]
+block w cpu:0 lo=0 hi=24 bytes=0
+dispatch {AT} kernel=rope_table args=[%0,@w] dst=%1 attrs={{scale=1.5}} {EXACT}
+"""
+    frequencies = (1e4 ** -(np.arange(24) / 24)).astype(np.float32)
+    agree(gpu, text, {0: np.array([0, 1, 77, 131071])}, 1, {"w": f32(frequencies)}, T=4, tolerance=3e-7)
+
+
+@pytest.mark.parametrize("dim,rotated", [(32, 32), (40, 24), (128, 128)])
+def test_rope(gpu: CudaDevice, dim: int, rotated: int) -> None:
+    text = f"""slot %0 cpu:0 f32[T,{3 * dim}]
+slot %1 cpu:0 f32[T,{rotated}]
+slot %2 cpu:0 f32[T,{3 * dim}]
+dispatch {AT} kernel=rope args=[%0,%1] dst=%2 attrs={{head_dim={dim}}} {EXACT}
+"""
+    agree(gpu, text, {0: r(5, 3 * dim), 1: r(5, rotated)}, 2, tolerance=3e-7, T=5)
+
+
+def mapped(kernel: str, args: str, attrs: str = "") -> str:
+    return f"""weight w f32[70] sources=[w] layout=f32
+slot %0 cpu:0 f32[T,70]
+slot %1 cpu:0 f32[T,70]
+slot %2 cpu:0 f32[T,70]
+block w cpu:0 lo=0 hi=70 bytes=0
+dispatch {AT} kernel={kernel} args={args} dst=%2 attrs={{{attrs}}} {EXACT}
+"""
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "relu", "tanh", "sigmoid"])
+def test_activations(gpu: CudaDevice, act: str) -> None:
+    values = {0: r(3, 70) * 3, 1: r(3, 70)}
+    agree(gpu, mapped("activation", "[%0]", f'act="{act}"'), values, 2, T=3)
+    if act in ("silu", "gelu", "gelu_tanh", "relu"):
+        agree(gpu, mapped("gated", "[%0,%1]", f'act="{act}"'), values, 2, T=3)
+
+
+@pytest.mark.parametrize(
+    "kernel,args,attrs",
+    [
+        ("add", "[%0,%1]", ""), ("mul", "[%0,%1]", ""), ("add", "[%0,@w]", ""),
+        ("scale", "[%0]", "by=0.3"), ("softcap", "[%0]", "cap=5.0"), ("view", "[%0]", ""),
+    ],
+)  # fmt: skip
+def test_elementwise(gpu: CudaDevice, kernel: str, args: str, attrs: str) -> None:
+    agree(gpu, mapped(kernel, args, attrs), {0: r(3, 70), 1: r(3, 70)}, 2, {"w": f32(r(70))}, T=3)
+
+
+def test_slice_and_rows(gpu: CudaDevice) -> None:
+    text = f"""slot %0 cpu:0 f32[T,70]
+slot %1 cpu:0 i32[S]
+slot %2 cpu:0 f32[T,30]
+slot %3 cpu:0 f32[S,70]
+dispatch {AT} kernel=slice args=[%0] dst=%2 attrs={{lo=21,hi=51}} {EXACT}
+dispatch {AT} kernel=rows args=[%0,%1] dst=%3 {EXACT}
+"""
+    values = {0: r(5, 70), 1: np.array([4, 0, 4])}
+    for slot in (2, 3):
+        agree(gpu, text, values, slot, T=5, S=3, tolerance=0)
+
+
+# ---- attention -------------------------------------------------------------------------
+def attention(
+    heads: int, kv_heads: int, d: int, dv: int, kv: str, numerics: str, attrs: str, sinks: bool
+) -> str:
+    shape = f"heads={heads},kv_heads={kv_heads},head_dim={d},value_dim={dv},scale=0.25,{attrs}"
+    write = 'numerics="acc=f32 kv=bf16"' if kv == "bf16" else EXACT
+    asked = "[%0,%3,%4,%5,@s]" if sinks else "[%0,%3,%4,%5]"
+    return f"""weight s f32[{heads}] sources=[s] layout=f32
+state kv {kv}[P,2,{kv_heads},16,{max(d, dv)}]
+slot %0 cpu:0 f32[T,{heads * d}]
+slot %1 cpu:0 f32[T,{kv_heads * d}]
+slot %2 cpu:0 f32[T,{kv_heads * dv}]
+slot %3 cpu:0 i32[T]
+slot %4 cpu:0 i32[T]
+slot %5 cpu:0 i32[S,M]
+slot %6 cpu:0 f32[T,{heads * dv}]
+block s cpu:0 lo=0 hi={heads} bytes=0
+dispatch {AT} kernel=kv_write args=[%1,%2,%3,%4,%5] attrs={{{shape}}} {write} writes=[kv]
+dispatch {AT} kernel=attention args={asked} dst=%6 attrs={{{shape}}} numerics="{numerics}" reads=[kv]
+"""
+
+
+@pytest.mark.parametrize("t", [3, 20])
+@pytest.mark.parametrize(
+    "heads,kv_heads,d,dv,kv,numerics,attrs,sinks",
+    [
+        (4, 2, 16, 16, "f32", "acc=f32 chunk=page", "causal=true,window=0,softcap=0.0", False),
+        (8, 2, 128, 128, "bf16", "acc=f32 chunk=page kv=bf16", "causal=true,window=0,softcap=0.0", True),
+        (6, 2, 64, 32, "f32", "acc=f32 chunk=page", "causal=true,window=150,softcap=2.0", True),
+        (2, 2, 80, 80, "f32", "acc=f32 chunk=page", "causal=false,window=0,softcap=0.0", False),
+        (8, 1, 40, 40, "bf16", "act=bf16 acc=f32 chunk=2pages kv=bf16", "causal=true,window=9", False),
+        (4, 1, 160, 160, "f32", "acc=f32 chunk=page", "causal=true,window=0,softcap=0.0", False),
+    ],
+)
+def test_attention(
+    gpu: CudaDevice, t: int, heads: int, kv_heads: int, d: int, dv: int, kv: str, numerics: str, attrs: str,
+    sinks: bool,
+) -> None:  # fmt: skip
+    """Two sequences, one beyond two ranges of keys: old keys are in the cache, new ones in the step."""
+    text = attention(heads, kv_heads, d, dv, kv, numerics, attrs, sinks)
+    pages, lengths = 40, (300, 7)
+    table = RNG.permutation(pages)[:40].reshape(2, 20).astype(np.int32)
+    first = t // 3
+    seq = np.array([1] * first + [0] * (t - first), np.int32)
+    positions = np.concatenate([lengths[1] + np.arange(first), lengths[0] + np.arange(t - first)]).astype(
+        np.int32
+    )
+    state = r(pages, 2, kv_heads, 16, max(d, dv))
+    values = {
+        0: r(t, heads * d),
+        1: r(t, kv_heads * d),
+        2: r(t, kv_heads * dv),
+        3: positions,
+        4: seq,
+        5: table,
+    }
+    tolerance = 1e-2 if "act=bf16" in numerics else 4e-6
+    agree(gpu, text, values, 6, {"s": f32(r(heads))}, state=state, tolerance=tolerance, times=2,
+          T=t, S=2, M=20, P=pages)  # fmt: skip
+
+
+# ---- sampling --------------------------------------------------------------------------
+SAMPLE = f"""slot %0 cpu:0 f32[T,1000]
+slot %1 cpu:0 f32[T]
+slot %2 cpu:0 i32[T]
+slot %3 cpu:0 f32[T]
+slot %4 cpu:0 f32[T]
+slot %5 cpu:0 f32[T]
+slot %6 cpu:0 i64[T]
+slot %7 cpu:0 i64[T]
+slot %8 cpu:0 i32[T,M]
+slot %9 cpu:0 i32[T]
+dispatch {AT} kernel=sample args=[%0,%1,%2,%3,%4,%5,%6,%7,%8] dst=%9 {EXACT}
+"""
+
+
+def test_sample(gpu: CudaDevice) -> None:
+    t, m = 12, 5
+    logits = r(t, 1000) * 3
+    logits[3, ::7], logits[4, 5], logits[5], logits[6, [2, 9]] = np.nan, np.inf, -np.inf, 50
+    values = {
+        0: logits,
+        1: np.array([0, 0.7, 1, 1, 0, 1, 0, 1.3, 2, 1, 0.2, 5]),
+        2: np.array([0, 5, 0, 0, 0, 0, 3, 50, 0, 1, 0, 400]),
+        3: np.array([1, 1, 0.9, 0.5, 1, 1, 1, 0.95, 1, 1, 0.1, 1]),
+        4: np.array([0, 0, 0, 0, 0, 0, 0, 0.05, 0.2, 0, 0, 0]),
+        5: np.array([1, 1.3, 1, 1, 1, 1, 2, 1.1, 1, 1, 1, 0.5]),
+        6: RNG.integers(-(2**62), 2**62, t),
+        7: np.arange(t) * 7,
+        8: RNG.integers(-1, 1000, (t, m)),
+    }
+    agree(gpu, SAMPLE, values, 9, T=t, M=m)

@@ -1,0 +1,88 @@
+"""Whole plans on a GPU: the tiny model gives the reference's tokens, with and without joined kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashrt.backend import OpenDevice
+from flashrt.backends.cuda import CudaBackend, CudaDevice, missing
+from flashrt.backends.cuda.kernels import offered
+from flashrt.backends.reference import ReferenceBackend
+from flashrt.ir.ops import ATTENTION_BF16, ATTENTION_CACHED, ATTENTION_EXACT, LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
+from flashrt.machine import Device, Machine, Measured
+from flashrt.passes import pipeline
+from flashrt.program import Plan, Program, Variant
+from tests.generating import PAGES, generate
+from tests.tiny import VOCAB, tiny_graph, tiny_import, tiny_source
+
+GRAPH = tiny_graph()
+RATE = Measured(1e12, "assumed")
+GPU = Device(
+    "gpu:0", "gpu", "test", 1 << 34, RATE, {"f32": RATE}, Measured(1.0, "assumed"), kernels=offered()
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.slow)],
+)
+def gpu(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
+    if request.param == "gpu":
+        if reason := missing():
+            pytest.skip(reason)
+        device = CudaBackend().open(GPU)
+    else:
+        if not missing():
+            pytest.skip("there is a GPU")
+        from tests.backends.cuda_emulated import COMPILER, EmulatedDriver
+
+        if COMPILER is None:
+            pytest.skip("no g++ to compile the emulated kernels")
+        device = CudaDevice(GPU, EmulatedDriver())
+    yield device
+
+
+def opened(device: OpenDevice, spec: Device, **options: Any) -> Program:
+    machine = Machine((spec,))
+    planned = pipeline.compile_graph(GRAPH, machine, pipeline.Options(**options))
+    variant = Variant.of("all", 1, 64, planned.physical, planned.stream)
+    plan = Plan("tiny", "", "", {}, GRAPH, (variant,), machine, tiny_import().weights)
+    host = ReferenceBackend().open(spec)
+    return Program(plan, {spec.id: device}, host, pages=PAGES, source=tiny_source(GRAPH), poison=True)
+
+
+def reference(**options: Any) -> Any:
+    spec = replace(GPU, kind="reference", kernels=ReferenceBackend().kernels())
+    with opened(ReferenceBackend().open(spec), spec, **options) as program:
+        return generate(program.call, 4)
+
+
+@pytest.mark.parametrize(
+    "off", [frozenset(), frozenset({"elide", "pack"})], ids=["all passes", "some passes"]
+)
+@pytest.mark.parametrize(
+    "numerics,attention,tolerance",
+    [
+        (LINEAR_EXACT, ATTENTION_EXACT, 1e-5),
+        (LINEAR_EXACT, ATTENTION_CACHED, 1e-2),
+        (LINEAR_I8, ATTENTION_CACHED, 1e-2),
+        (LINEAR_BF16, ATTENTION_BF16, 4e-2),
+    ],
+)
+def test_the_tiny_model(
+    gpu: CudaDevice, off: frozenset[str], numerics: str, attention: str, tolerance: float
+) -> None:
+    options = {"numerics": numerics, "attention": attention, "disabled": off}
+    want = reference(**options)
+    with opened(gpu, GPU, **options) as program:
+        got = generate(program.call, 4)
+    for (tokens, logits), (right, meant) in zip(got, want, strict=True):
+        a, b = (np.frombuffer(x, np.float32)[:VOCAB] for x in (logits, meant))
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+        if attention == ATTENTION_EXACT:
+            assert tokens == right
