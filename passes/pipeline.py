@@ -33,7 +33,7 @@ from functools import partial
 from flashrt.errors import PlanError
 from flashrt.ir import logical, micro, physical
 from flashrt.ir.clock import simulate
-from flashrt.ir.ops import ATTENTION_EXACT, LINEAR_BF16, LINEAR_EXACT
+from flashrt.ir.ops import ATTENTION_EXACT, LINEAR_EXACT
 from flashrt.layouts import aligned
 from flashrt.machine import Machine
 from flashrt.passes.budget import peak_activations, room_of
@@ -63,8 +63,8 @@ Check = Callable[[str, object], None]  # called with a pass's name and what it m
 class Options:
     """What a user may choose.
 
-    numerics, few, attention, exclude: how products and attention are computed, and which products stay exact
-    (see `precision`).
+    numerics, few, attention, exclude, plain: how products and attention are computed, and which products stay
+    exact (see `precision`).
     devices: ids to choose from (None: all). disabled: performance passes to leave out.
     window: blocks that loading may run ahead. weight_bytes: what the weights of a device may take, ring
     included (devices left out: what its budget leaves); variants that are to share their weights need
@@ -76,6 +76,7 @@ class Options:
     few: str = ""
     attention: str = ATTENTION_EXACT
     exclude: tuple[str, ...] = ()
+    plain: bool = False
     devices: tuple[str, ...] | None = None
     disabled: frozenset[str] = frozenset()
     window: int = 4
@@ -127,7 +128,7 @@ def _unchecked(name: str, value: object) -> None:
 def prepare(graph: logical.Graph, options: Options, *, check: Check = _unchecked) -> logical.Graph:
     """The passes on the logical graph: what is placed. Raises PlanError as `compile_graph` does."""
     check_names(options.disabled)
-    for name, rewrite in _rewrites(options, machine):
+    for name, rewrite in _rewrites(options):
         graph = rewrite(graph)
         check(name, graph)
     return graph
@@ -174,9 +175,7 @@ def check_names(disabled: Iterable[str]) -> None:
         )
 
 
-def _rewrites(
-    options: Options, machine: Machine
-) -> Sequence[tuple[str, Callable[[logical.Graph], logical.Graph]]]:
+def _rewrites(options: Options) -> Sequence[tuple[str, Callable[[logical.Graph], logical.Graph]]]:
     """The passes on the logical graph. Raw operators have a dot (`aten.mul`); without any there is
     nothing to recognise."""
     return (
@@ -190,7 +189,7 @@ def _rewrites(
                 few=options.few,
                 attention=options.attention,
                 exclude=options.exclude,
-                plain=all(d.supports("linear.bf16", LINEAR_BF16) for d in machine.devices),
+                plain=options.plain,
             ),
         ),
         ("tag", tag),
