@@ -152,6 +152,7 @@ def interleaved(sides: Sequence[Start], repeats: int) -> list[Start]:
     for side in sides:
         try:
             side.run()
+            side.peak = None  # it may have compiled
             able.append(side)
         except RuntimeError as error:
             print(f"left out  {side.name}: {str(error).splitlines()[-1]}", file=sys.stderr)
