@@ -60,7 +60,6 @@ class Linear(NamedTuple):
     tokens: int
     digits: int
     span: int
-    ahead: int
 
 
 class Plain(NamedTuple):

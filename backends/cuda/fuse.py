@@ -136,14 +136,17 @@ class Fuser:
 
     def _prepared(self, rows: Sequence[Row]) -> tuple[Joint, int] | None:
         """rms_norm, quantize or both, and the linear behind them."""
-        norm, taken, at, between = None, None, 0, []
-        if rows[0].op == "rms_norm":
-            norm, at = rows[0].instr, 1
-            assert isinstance(norm, micro.Dispatch)
+        norm: micro.Dispatch | None = None
+        taken: micro.Quantize | None = None
+        at, between = 0, list[micro.SlotRef]()
+        first = rows[0].instr
+        if isinstance(first, micro.Dispatch):
+            norm, at = first, 1
             between.append(_dst(rows[0]))
         if not at or self._only(rows, at, "quantize", between[-1]):
-            taken = rows[at].instr
-            assert isinstance(taken, micro.Quantize)
+            second = rows[at].instr
+            assert isinstance(second, micro.Quantize)
+            taken = second
             between.append(taken.dst)
             at += 1
         if not self._only(rows, at, "linear", between[-1]):

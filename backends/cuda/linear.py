@@ -23,9 +23,7 @@ DIGITS = {LINEAR_EXACT: 4, LINEAR_BF16: 2, LINEAR_I8: 1}  # columns of a token, 
 KINDS = {"f32": 0, "bf16": 1, "u8": 2}  # of activations
 WARPS, DEPTH = 16, 2  # of source/linear.cu
 COLUMNS = 32  # at most in one block
-RESERVED = 1 << 10  # bytes of shared memory that a block costs besides
-SPAN = 8  # blocks of 32 inputs that a warp copies at a time
-AHEAD = 2  # tiles whose weights go to the L2 cache before the kernel's turn
+SPAN = 4  # blocks of 32 inputs that a warp copies at a time, as `MOST` has it
 
 
 def few(instr: micro.Dispatch, ops: Operands) -> bool:
@@ -72,18 +70,19 @@ def _few(joint: Joint, instr: micro.Dispatch, w: Matrix, ops: Operands, acts: Ma
     norm, gated = joint.norm, joint.gated
     x, y = ops.tensor(joint.reads[0]), ops.tensor(joint.dst)
     n = w.n // 2 if gated else w.n
-    tiles = -(-n // 16)
+    at_once = 1 if gated or w.layout.name == "bf16" else 2  # row groups side by side, as `GROUPS` has it
+    tiles = -(-n // (16 * at_once))
     rows: Dim = ops.tensor(instr.dst).rows
     most = ops.number(rows)
     block = _block(w, most, instr.numerics, ops)
     bias, residual, residual_stride = _addends(joint, instr, ops)
     fields = args.Linear(
-        w.address, n, w.k, tiles, tiles, x.address, x.stride, KINDS[x.dtype],
+        w.address, n, w.k, tiles if gated else 1, tiles, x.address, x.stride, KINDS[x.dtype],
         ops.vector(norm.args[1]) if norm and len(norm.args) > 1 else 0, int(norm is not None),
         _number(norm, "eps"), _number(norm, "offset"),
         y.address, y.stride, int(joint.rounded is not None), bias, residual, residual_stride,
         acts[str(gated.attr("act"))] if gated else 0, ops.rows(rows), block.tokens, block.digits,
-        block.span, AHEAD,
+        block.span,
     )  # fmt: skip
     grid = (min(tiles, ops.limits.processors), -(-most // block.tokens))
     return launch(f"linear_{NAMES[w.layout.name]}_{block.tile}", grid, 512, fields, block.shared)
@@ -107,8 +106,7 @@ class Block:
 
 
 def _block(w: Matrix, rows: int, numerics: str, ops: Operands) -> Block:
-    """The one with most tokens, dealt out evenly, and with rings that leave room for the next kernel's block
-    beside it, or for nothing else."""
+    """The one with most tokens, dealt out evenly, and with the largest ring that then fits."""
     plain, digits, blocks = w.layout.name == "bf16", DIGITS[numerics], -(-w.k // 32)
     if plain:
         digits = 4 if numerics == LINEAR_EXACT else 1
@@ -118,18 +116,20 @@ def _block(w: Matrix, rows: int, numerics: str, ops: Operands) -> Block:
     spans = [2] if plain else sorted({-(-share // -(-share // most)) for most in range(1, SPAN + 1)})
 
     def needed(span: int, tokens: int) -> int:
-        ring = WARPS * DEPTH * span * w.layout.group_bytes(32) * (16 if plain else 1)
-        return ring + tokens * (each + 16 * 4 * (WARPS + 1) * (2 if tokens <= 4 else 1))
+        ring = WARPS * DEPTH * span * w.layout.group_bytes(32) * (16 if plain else 2)
+        sums = 16 * 4 * (WARPS + 1) * (1 if plain else 2) * (2 if tokens <= 4 else 1)
+        return ring + tokens * (each + sums)
+
+    def fits(span: int, tokens: int) -> bool:
+        return needed(span, tokens) <= ops.limits.shared
 
     most = min(rows, COLUMNS // digits)
-    fitting = [t for t in range(1, most + 1) if needed(spans[0], t) <= ops.limits.shared]
-    if not fitting:
+    tokens = max((t for t in range(1, most + 1) if fits(spans[0], t)), default=0)
+    if not tokens:
         what = f"{ops.device}: products of {w.k} inputs need {needed(spans[0], 1)} bytes of shared memory"
         raise PlanError(what)
-    tokens = -(-rows // -(-rows // fitting[-1]))
-    beside = ops.limits.shared_all // 2 - RESERVED
-    span = max((s for s in spans if needed(s, tokens) <= beside), default=0)
-    span = span or max(s for s in spans if needed(s, tokens) <= ops.limits.shared)
+    tokens = -(-rows // -(-rows // tokens))
+    span = max(s for s in spans if fits(s, tokens))
     tile = next(t for t in (1, 2, 4) if tokens * digits <= 8 * t)
     return Block(tokens, digits, tile, span, needed(span, tokens))
 

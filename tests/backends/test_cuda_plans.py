@@ -10,10 +10,17 @@ import numpy as np
 import pytest
 
 from flashrt.backend import OpenDevice
-from flashrt.backends.cuda import CudaBackend, CudaDevice, missing
+from flashrt.backends.cuda import CudaBackend, CudaDevice, missing, prefill
 from flashrt.backends.cuda.kernels import offered
 from flashrt.backends.reference import ReferenceBackend
-from flashrt.ir.ops import ATTENTION_BF16, ATTENTION_CACHED, ATTENTION_EXACT, LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
+from flashrt.ir.ops import (
+    ATTENTION_BF16,
+    ATTENTION_CACHED,
+    ATTENTION_EXACT,
+    LINEAR_BF16,
+    LINEAR_EXACT,
+    LINEAR_I8,
+)
 from flashrt.machine import Device, Machine, Measured
 from flashrt.passes import pipeline
 from flashrt.program import Plan, Program, Variant
@@ -59,7 +66,7 @@ def opened(device: OpenDevice, spec: Device, **options: Any) -> Program:
 def reference(**options: Any) -> Any:
     spec = replace(GPU, kind="reference", kernels=ReferenceBackend().kernels())
     with opened(ReferenceBackend().open(spec), spec, **options) as program:
-        return generate(program.call, 4)
+        return generate(program.call, 2)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +87,33 @@ def test_the_tiny_model(
     options = {"numerics": numerics, "attention": attention, "disabled": off}
     want = reference(**options)
     with opened(gpu, GPU, **options) as program:
-        got = generate(program.call, 4)
+        got = generate(program.call, 2)
     for (tokens, logits), (right, meant) in zip(got, want, strict=True):
         a, b = (np.frombuffer(x, np.float32)[:VOCAB] for x in (logits, meant))
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
         if attention == ATTENTION_EXACT:
             assert tokens == right
+
+
+def test_attention_of_many_tokens_by_the_library(gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a prompt, several sequences in a step: the library's attention is that of the kernel."""
+    monkeypatch.setattr(prefill, "MANY", 1)
+    called = []
+    attend = prefill.LibraryAttention.__call__
+    monkeypatch.setattr(prefill.LibraryAttention, "__call__", lambda self: called.append(attend(self)))
+    options = {"numerics": LINEAR_EXACT, "attention": ATTENTION_BF16}
+    want = reference(**options)
+    with opened(gpu, GPU, **options) as program:
+        got = generate(program.call, 2)
+    assert called
+    for (_, logits), (_, meant) in zip(got, want, strict=True):
+        a, b = (np.frombuffer(x, np.float32)[:VOCAB] for x in (logits, meant))
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-2 * np.abs(b).max())
+
+
+def test_a_step_is_cut_where_another_sequence_begins() -> None:
+    seq = np.array([2, 2, 2, 0, 1, 1], np.int32)
+    positions = np.array([5, 6, 7, 8, 0, 1], np.int32)
+    found = list(prefill.spans(seq, positions))
+    assert [(s.lo, s.hi, s.seq, s.keys) for s in found] == [(0, 3, 2, 8), (3, 4, 0, 9), (4, 6, 1, 2)]
+    assert not list(prefill.spans(seq[:0], positions[:0]))

@@ -93,18 +93,16 @@ struct Page {
   __device__ __forceinline__ const char* value(int i) const { return at + (16 + i) * pitch; }
 };
 
-__device__ __forceinline__ void copy_page(const AttentionArgs& a, const Page& to, i64 page, i64 head, int lane) {
-  const int item = a.bf16 ? 2 : 4, bytes = (int)a.dim * item;
+__device__ __forceinline__ void copy_page(const AttentionArgs& a, const Page& to, int page, int head, int lane) {
+  const int bytes = (int)a.dim * (a.bf16 ? 2 : 4);
   for (int which = 0; which < 2; ++which) {
-    const char* from = a.kv + ((page * 2 + which) * a.kv_heads + head) * 16 * bytes;
-    char* rows = to.at + which * 16 * to.pitch;
-    if (bytes % 16 == 0) {
-      const int pieces = bytes / 16;
-      for (int c = lane; c < 16 * pieces; c += 32)
-        copy_ahead(rows + c / pieces * to.pitch + c % pieces * 16, from + c * 16, true);
-    } else {
-      for (int c = lane; c < 16 * bytes / 4; c += 32)
-        *(u32*)(rows + c * 4 / bytes * to.pitch + c * 4 % bytes) = ((const u32*)from)[c];
+    const char* from = a.kv + (((i64)page * 2 + which) * (int)a.kv_heads + head) * 16 * bytes;
+    for (int i = lane >> 3; i < 16; i += 4) {
+      char* row = to.at + (which * 16 + i) * to.pitch;
+      if (bytes % 16 == 0)
+        for (int c = (lane & 7) * 16; c < bytes; c += 128) copy_ahead(row + c, from + i * bytes + c, true);
+      else
+        for (int c = (lane & 7) * 4; c < bytes; c += 32) *(u32*)(row + c) = *(const u32*)(from + i * bytes + c);
     }
   }
 }
@@ -211,8 +209,8 @@ struct Sum {
 
 __device__ __forceinline__ void add(Sum& s, const Sum& more) {
   const float top = fmaxf(s.most, more.most);
-  const float mine = s.most > NEGATIVE ? expf(s.most - top) : 0.f;
-  const float theirs = more.most > NEGATIVE ? expf(more.most - top) : 0.f;
+  const float mine = s.most > NEGATIVE ? power(s.most - top) : 0.f;
+  const float theirs = more.most > NEGATIVE ? power(more.most - top) : 0.f;
   s.most = top;
   s.total = __fadd_rn(__fmul_rn(s.total, mine), __fmul_rn(more.total, theirs));
   s.value = __fadd_rn(__fmul_rn(s.value, mine), __fmul_rn(more.value, theirs));
@@ -221,14 +219,20 @@ __device__ __forceinline__ void add(Sum& s, const Sum& more) {
 // A range's sum for element (g, d), from its warps in order.
 template <int G>
 __device__ __forceinline__ Sum join_warps(const AttentionArgs& a, const Room& room, int warps, int g, int d) {
-  Sum s{NEGATIVE, 0.f, 0.f};
-  for (int w = 0; w < warps; ++w) s.most = fmaxf(s.most, room.most[w * G + g]);
-  for (int w = 0; w < warps; ++w) {
-    const float most = room.most[w * G + g];
-    if (most <= NEGATIVE) continue;
-    const float by = expf(most - s.most);
-    s.total = __fmaf_rn(room.total[w * G + g], by, s.total);
-    s.value = __fmaf_rn(room.values[(w * G + g) * a.dim + d], by, s.value);
+  float most[4], total[4], value[4];
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const int from = w < warps ? w : 0;
+    most[w] = w < warps ? room.most[from * G + g] : NEGATIVE;
+    total[w] = room.total[from * G + g];
+    value[w] = room.values[(from * G + g) * (int)a.dim + d];
+  }
+  Sum s{fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])), 0.f, 0.f};
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const float by = most[w] > NEGATIVE ? power(most[w] - s.most) : 0.f;
+    s.total = most[w] > NEGATIVE ? __fmaf_rn(total[w], by, s.total) : s.total;
+    s.value = most[w] > NEGATIVE ? __fmaf_rn(value[w], by, s.value) : s.value;
   }
   return s;
 }
@@ -242,10 +246,11 @@ __device__ __forceinline__ void attention(const AttentionArgs& a) {
   constexpr int AHEAD = G * PAIRS > 8 ? 2 : 5;  // ranges whose sums are on their way when they are merged
   SHARED_BYTES(shared);
   let_others_start();
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x / 32, keys = 16 * warps;
-  const int width = 64 * PAIRS, threads = blockDim.x, slots = (G * (int)a.dv + threads - 1) / threads;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x / 32;
+  const int width = 64 * PAIRS, threads = blockDim.x, elements = G * (int)a.dv;
   const Page page{shared + warp * 32 * pitch_of(a), pitch_of(a)};
   float* q = (float*)(shared + warps * 32 * pitch_of(a));
+  const int shift = warps == 4 ? 6 : 5, dv = (int)a.dv;  // keys = 1 << shift
   Room room;
   room.values = q + G * width;
   room.most = room.values + warps * G * a.dim;
@@ -270,30 +275,37 @@ __device__ __forceinline__ void attention(const AttentionArgs& a) {
       hi = end > hi ? end : hi;
     }
   }
-  const i64 group = a.heads / a.kv_heads, batches = group / G;
-  const i64 head = blockIdx.y / batches, first_q = head * group + blockIdx.y % batches * G;
+  const int group = (int)a.heads / (int)a.kv_heads, batches = group / G;
+  const int head = (int)blockIdx.y / batches, first_q = head * group + (int)blockIdx.y % batches * G;
   const i64 lo = a.window > 0 && own + 1 > a.window ? own + 1 - a.window : 0;
-  const i64 from = lo / keys, ranges = (hi + keys - 1) / keys;
+  const i64 from = lo >> shift, ranges = (hi + (1 << shift) - 1) >> shift;
   i64 r = a.split ? from + blockIdx.z : from;
   if (t >= rows || r >= ranges) { after_others(); return; }
   const int* table = a.pages + mine * stride;
   auto wanted = [&](i64 first) { return first < hi && first + 16 > lo; };
-  i64 first = r * keys + warp * 16;
+  i64 first = (r << shift) + warp * 16;
   const bool early = a.split && first + 16 <= fresh;
-  if (early && wanted(first)) copy_page(a, page, from_host(table + first / 16), head, lane);
+  if (early && wanted(first)) copy_page(a, page, from_host(table + (first >> 4)), head, lane);
   after_others();
+#pragma unroll
   for (int i = threadIdx.x; i < G * width; i += threads) {
-    const int g = i / width, d = i % width;
+    const int g = i / (64 * PAIRS), d = i % (64 * PAIRS);
     const float v = d < a.d ? a.q[t * a.q_stride + (first_q + g) * a.d + d] : 0.f;
     q[i] = a.rounded ? float_of(bf16_of(v)) : v;
   }
   constexpr int SLOTS = PAIRS < 4 ? (G * PAIRS + 1) / 2 : G * PAIRS;  // wide heads may have two warps
-  Sum all[SLOTS];
+  Sum all[SLOTS];  // of elements (g, d): a thread's number i is number threadIdx.x + threads·i
+  int query[SLOTS], channel[SLOTS];
 #pragma unroll
-  for (int i = 0; i < SLOTS; ++i) all[i] = Sum{NEGATIVE, 0.f, 0.f};
+  for (int i = 0; i < SLOTS; ++i) {
+    all[i] = Sum{NEGATIVE, 0.f, 0.f};
+    const int at = threadIdx.x + threads * i;
+    query[i] = at < elements ? at / dv : -1;
+    channel[i] = at - query[i] * dv;
+  }
   for (; r < ranges; ++r) {
-    first = r * keys + warp * 16;
-    if (wanted(first) && !early) copy_page(a, page, from_host(table + first / 16), head, lane);
+    first = (r << shift) + warp * 16;
+    if (wanted(first) && !early) copy_page(a, page, from_host(table + (first >> 4)), head, lane);
     copies_end();
     copies_but<0>();
     __syncthreads();
@@ -302,9 +314,8 @@ __device__ __forceinline__ void attention(const AttentionArgs& a) {
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
-      const int at = threadIdx.x + threads * i, g = at / (int)a.dv;
-      if (i >= slots || g >= G) break;
-      const Sum s = join_warps<G>(a, room, warps, g, at % (int)a.dv);
+      if (query[i] < 0) break;
+      const Sum s = join_warps<G>(a, room, warps, query[i], channel[i]);
       if (a.split) all[i] = s;
       else add(all[i], s);
     }
@@ -317,8 +328,8 @@ __device__ __forceinline__ void attention(const AttentionArgs& a) {
     float* left = parts + (i64)blockIdx.z * G * pitch;
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
-      const int at = threadIdx.x + threads * i, g = at / (int)a.dv, d = at % (int)a.dv;
-      if (i >= slots || g >= G) break;
+      const int g = query[i], d = channel[i];
+      if (g < 0) break;
       left[g * pitch + d] = all[i].value;
       if (d == 0) { left[g * pitch + a.dim] = all[i].most; left[g * pitch + a.dim + 1] = all[i].total; }
     }
@@ -332,8 +343,8 @@ __device__ __forceinline__ void attention(const AttentionArgs& a) {
     const float *value[SLOTS], *most[SLOTS];
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
-      const int at = threadIdx.x + threads * i, g = at < G * (int)a.dv ? at / (int)a.dv : 0;
-      value[i] = parts + g * pitch + at % (int)a.dv;
+      const int g = query[i] < 0 ? 0 : query[i];
+      value[i] = parts + g * pitch + (query[i] < 0 ? 0 : channel[i]);
       most[i] = parts + g * pitch + a.dim;
       all[i] = Sum{NEGATIVE, 0.f, 0.f};
     }
@@ -355,8 +366,8 @@ __device__ __forceinline__ void attention(const AttentionArgs& a) {
   }
 #pragma unroll
   for (int i = 0; i < SLOTS; ++i) {
-    const int at = threadIdx.x + threads * i, g = at / (int)a.dv, d = at % (int)a.dv;
-    if (i >= slots || g >= G) break;
+    const int g = query[i], d = channel[i];
+    if (g < 0) break;
     Sum s = all[i];
     if (a.sinks) {
       const float sink = a.sinks[first_q + g], top = fmaxf(s.most, sink), by = expf(s.most - top);
@@ -364,9 +375,9 @@ __device__ __forceinline__ void attention(const AttentionArgs& a) {
       s.total = __fadd_rn(__fmul_rn(s.total, by), expf(sink - top));
     }
     const float v = __fdiv_rn(s.value, s.total);
-    const i64 channel = (first_q + g) * a.dv + d;
-    if (a.y_bf16) ((u16*)a.y)[t * a.y_stride + channel] = (u16)bf16_of(v);
-    else a.y[t * a.y_stride + channel] = v;
+    const i64 to = t * a.y_stride + (first_q + g) * dv + d;
+    if (a.y_bf16) ((u16*)a.y)[to] = (u16)bf16_of(v);
+    else a.y[to] = v;
   }
 }
 

@@ -38,7 +38,7 @@ __device__ __forceinline__ u32 add_bf16x2(u32 a, u32 b) {
 }
 // d = c + a·b: a 16×32, b 32×8 of signed bytes, d 16×8
 __device__ __forceinline__ void mma_bytes(int* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, int c) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
       : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c));
@@ -59,11 +59,13 @@ __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool in) 
 __device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 __device__ __forceinline__ void copies_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
-// Starts reading into the L2 cache. Multiples of 16.
-__device__ __forceinline__ void to_cache(const void* from, i64 bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"((u32)bytes) : "memory");
-#endif
+// e^x, to some units in the last place where x is small, as differences of maxima are
+__device__ __forceinline__ float power(float x) { return __expf(x); }
+// The upper halves of four bytes, from 0 to 15, as 16·(q − 8): signed bytes.
+__device__ __forceinline__ u32 less_eight(u32 q) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(d) : "r"(q), "r"(0xf0f0f0f0u), "r"(0x80808080u));
+  return d;
 }
 __device__ __forceinline__ u32 bytes_of(u32 a, u32 b, u32 which) { return __byte_perm(a, b, which); }
 // What `pull` brought, read before `after_others`; what other blocks of this kernel wrote.

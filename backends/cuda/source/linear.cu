@@ -1,8 +1,8 @@
 // y = x·wᵀ (+ bias) (+ residual) for few tokens, on tensor cores, at the pace at which weights can be read.
 //
-// A block of 16 warps makes 16 output channels at a time, a row group; each warp has its own range of K, copies
-// those weights ahead of itself into a ring in shared memory, and the warps' sums are added in one order. The
-// ring fills, and the weights behind it go to the L2 cache, while the kernel before still runs.
+// A block of 16 warps makes 32 output channels at a time, two row groups (bf16: 16); each warp has its own range of K, copies
+// those weights ahead of itself into a ring in shared memory, and the warps' sums are added in one order. The ring
+// fills while the kernel before ends.
 //
 // Quantised weights meet x as whole numbers: a block of 32 activations has one scale, a power of two for which
 // they become whole numbers of 31 bits or (two digits) 15 bits, and these are columns of signed bytes: one, two
@@ -15,7 +15,7 @@
 struct LinearArgs {
   const char* w;         // rows of the first group
   i64 n, k;              // channels, inputs
-  i64 second, tiles;     // with act: groups from gate to up; how many tiles
+  i64 second, tiles;     // groups from gate to up, or to the next one; how many tiles
   const void* x;
   i64 x_stride, x_kind;  // elements from row to row; 0 f32, 1 bf16, 2 i8/32
   const float* norm;     // with `norm_on`; 0: no weight
@@ -28,11 +28,16 @@ struct LinearArgs {
   i64 residual_stride, act;
   const i64* rows;       // tokens in this step
   i64 tokens, digits;    // at most in one block; columns for each
-  i64 span, ahead;       // blocks of 32 inputs in one slot of a ring; tiles that go to the L2 cache beforehand
+  i64 span;              // blocks of 32 inputs in one slot of a ring
 };
 
 constexpr int WARPS = 16;
+constexpr int MOST = 4;           // blocks of 32 inputs in a slot of a ring: `span` is no larger
 constexpr int PITCH = WARPS + 1;  // of partial sums: neighbouring cells lie in different banks
+
+// Row groups that a block of threads makes at a time.
+template <int FORMAT>
+constexpr int GROUPS = FORMAT == 16 ? 1 : 2;
 
 // FORMAT 4: q4, 5: q4m, 8: q8, 16: bf16. Bytes of a row group's block of 32 inputs: quants, then scales.
 template <int FORMAT>
@@ -64,16 +69,16 @@ __device__ __forceinline__ void fetch(
   } else {
     const char* from = a.w + group * group_bytes(nblk, FORMAT);
     const char* quants = from + (i64)b * QUANTS<FORMAT>;
-    for (int c = lane; c < count * (QUANTS<FORMAT> / 16); c += 32) {
-      // q8: words of inputs 8j… first, then those of 8j+4…
-      const int to = FORMAT == 8 ? (c & ~31) | (c & 4) << 2 | (c & 24) >> 1 | (c & 3) : c;
-      copy_ahead(slot + to * 16, quants + c * 16, true);
-    }
-    const char* scales = from + (i64)nblk * QUANTS<FORMAT> + b * 32;
-    for (int c = lane; c < count * 2; c += 32) {
-      copy_ahead(slot + span * QUANTS<FORMAT> + c * 16, scales + c * 16, true);
+    // q8: words of inputs 8j… first, then those of 8j+4…
+    const int to = FORMAT == 8 ? (lane & 4) << 2 | (lane & 24) >> 1 | (lane & 3) : lane;
+#pragma unroll
+    for (int c = 0; c < MOST * QUANTS<FORMAT> / 16; c += 32)
+      if (c + lane < count * (QUANTS<FORMAT> / 16)) copy_ahead(slot + (c + to) * 16, quants + (c + lane) * 16, true);
+    const char* scales = from + nblk * QUANTS<FORMAT> + b * 32;
+    if (lane < count * 2) {
+      copy_ahead(slot + span * QUANTS<FORMAT> + lane * 16, scales + lane * 16, true);
       if constexpr (FORMAT == 5)
-        copy_ahead(slot + span * (QUANTS<5> + 32) + c * 16, scales + (i64)nblk * 32 + c * 16, true);
+        copy_ahead(slot + span * (QUANTS<5> + 32) + lane * 16, scales + nblk * 32 + lane * 16, true);
     }
   }
 }
@@ -89,65 +94,101 @@ struct Columns {
 
 constexpr float MAGIC = 12582912.f;  // 1.5·2²³: a whole number added to its bits is added to its value
 
-// sums[tile of columns][4]: rows 2g, 2g of columns 2j, 2j+1, then row 2g+1 (bf16: rows g and g+8)
+// Where a thread finds its part of the columns of one block of 32 inputs. Columns that nobody has are read all
+// the same: what comes of them is nobody's sum.
+template <int FORMAT, int NT>
+struct Part {
+  const char* values;
+  const float *first, *second;   // scales of its two columns' tokens
+  const float* sums;
+  int offset[FORMAT == 16 ? NT : 1];  // bf16: bytes to the column of each tile
+};
+
+template <int FORMAT, int NT>
+__device__ __forceinline__ Part<FORMAT, NT> part_of(const Columns& x, int tokens, int shift, int at, int lane) {
+  const int g = lane >> 2, j = lane & 3;
+  Part<FORMAT, NT> p;
+  if constexpr (FORMAT == 16) {
+    p.values = x.values + at * x.count * 64 + j * 16;
+#pragma unroll
+    for (int t = 0; t < NT; ++t) {
+      const int column = t * 8 + g;
+      p.offset[t] = 64 * (x.digits == 1 ? column : (column >> 2) * 3 + ((column & 3) < 2 ? column & 3 : 2));
+    }
+  } else {
+    p.values = x.values + (at * x.count + g) * 32 + j * 8;
+    p.first = x.scales + at * tokens + (2 * j >> shift);
+    p.second = x.scales + at * tokens + (2 * j + 1 >> shift);
+    p.sums = x.sums + at * x.count + 2 * j;
+  }
+  return p;
+}
+
+// sums[tile of columns][4]: row 2g of columns 2j and 2j+1, then row 2g+1 (bf16: rows g and g+8)
 template <int FORMAT, int NT>
 __device__ __forceinline__ void multiply(
-    const char* slot, int b, int at, int span, const Columns& x, int tokens, int shift, int lane, float (*sums)[4]) {
+    const char* slot, int span, int b, const Part<FORMAT, NT>& p, int shift, int lane, float (*sums)[NT][4]) {
   const int g = lane >> 2, j = lane & 3;
   if constexpr (FORMAT == 16) {
     // two blocks share a slot's rows of 128 bytes
     const char* rows = slot + (b & ~1) * 1024;
-    const int piece = (b & 1) * 4 + j;
-    const uint4 v = *(const uint4*)(rows + g * 128 + (piece ^ ((g & 1) << 2 | (g >> 1 & 3))) * 16);
-    const uint4 w = *(const uint4*)(rows + (g + 8) * 128 + (piece ^ ((g & 1) << 2 | (g >> 1 & 3))) * 16);
+    const int piece = ((b & 1) * 4 + j) ^ ((g & 1) << 2 | (g >> 1 & 3));
+    const uint4 v = *(const uint4*)(rows + g * 128 + piece * 16);
+    const uint4 w = *(const uint4*)(rows + (g + 8) * 128 + piece * 16);
 #pragma unroll
     for (int t = 0; t < NT; ++t) {
-      int column = t * 8 + g;
-      if (x.digits > 1) column = (column >> 2) * 3 + ((column & 3) < 2 ? column & 3 : 2);
-      column = column < x.count ? column : x.count - 1;
-      const uint4 c = ((const uint4*)x.values)[((i64)at * x.count + column) * 4 + j];
-      mma(sums[t], v.x, w.x, v.y, w.y, c.x, c.y);
-      mma(sums[t], v.z, w.z, v.w, w.w, c.z, c.w);
+      const uint4 c = *(const uint4*)(p.values + p.offset[t]);
+      mma(sums[0][t], v.x, w.x, v.y, w.y, c.x, c.y);
+      mma(sums[0][t], v.z, w.z, v.w, w.w, c.z, c.w);
     }
   } else {
-    const uint2 v = *(const uint2*)(slot + b * QUANTS<FORMAT> + j * 64 + g * 8);
-    u32 a0, a1, a2, a3;
-    if constexpr (FORMAT == 8) {
-      const uint2 w = *(const uint2*)(slot + b * 512 + 256 + j * 64 + g * 8);
-      a0 = v.x; a1 = v.y; a2 = w.x; a3 = w.y;
-    } else if constexpr (FORMAT == 4) {  // 16·(q − 8) as signed bytes
-      a0 = (v.x << 4 & 0xf0f0f0f0u) ^ 0x80808080u; a1 = (v.y << 4 & 0xf0f0f0f0u) ^ 0x80808080u;
-      a2 = (v.x & 0xf0f0f0f0u) ^ 0x80808080u; a3 = (v.y & 0xf0f0f0f0u) ^ 0x80808080u;
-    } else {
-      a0 = v.x & 0x0f0f0f0fu; a1 = v.y & 0x0f0f0f0fu; a2 = v.x >> 4 & 0x0f0f0f0fu; a3 = v.y >> 4 & 0x0f0f0f0fu;
-    }
-    const u32 both = *(const u32*)(slot + span * QUANTS<FORMAT> + b * 32 + g * 4);
-    const float low = half_to_float((u16)both), high = half_to_float((u16)(both >> 16));
+    uint2 m[NT];
+    float s[NT], r[NT], x[NT], y[NT];
 #pragma unroll
     for (int t = 0; t < NT; ++t) {
-      const int c = t * 8 + 2 * j;
-      int column = t * 8 + g;
-      column = column < x.count ? column : x.count - 1;
-      const uint2 m = ((const uint2*)x.values)[(at * x.count + column) * 4 + j];
-      int d[4];
-      mma_bytes(d, a0, a1, a2, a3, m.x, m.y, 0x4b400000);
-      int token = c >> shift, other = (c + 1) >> shift;
-      token = token < tokens ? token : tokens - 1;
-      other = other < tokens ? other : tokens - 1;
-      const float s = x.scales[at * tokens + token], r = x.scales[at * tokens + other];
-      sums[t][0] = __fmaf_rn(low * s, __int_as_float(d[0]) - MAGIC, sums[t][0]);
-      sums[t][1] = __fmaf_rn(low * r, __int_as_float(d[1]) - MAGIC, sums[t][1]);
-      sums[t][2] = __fmaf_rn(high * s, __int_as_float(d[2]) - MAGIC, sums[t][2]);
-      sums[t][3] = __fmaf_rn(high * r, __int_as_float(d[3]) - MAGIC, sums[t][3]);
+      m[t] = *(const uint2*)(p.values + t * 256);
+      s[t] = p.first[t * 8 >> shift];
+      r[t] = shift ? s[t] : p.second[t * 8];
+      if constexpr (FORMAT == 5) { x[t] = p.sums[t * 8]; y[t] = p.sums[t * 8 + 1]; }
+    }
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const char* group = slot + u * span * BLOCK<FORMAT>;
+      const char* quants = group + b * QUANTS<FORMAT> + j * 64 + g * 8;
+      const uint2 v = *(const uint2*)quants;
+      u32 a0, a1, a2, a3;
+      if constexpr (FORMAT == 8) {
+        const uint2 w = *(const uint2*)(quants + 256);
+        a0 = v.x; a1 = v.y; a2 = w.x; a3 = w.y;
+      } else if constexpr (FORMAT == 4) {
+        a0 = less_eight(v.x << 4); a1 = less_eight(v.y << 4);
+        a2 = less_eight(v.x); a3 = less_eight(v.y);
+      } else {
+        a0 = v.x & 0x0f0f0f0fu; a1 = v.y & 0x0f0f0f0fu; a2 = v.x >> 4 & 0x0f0f0f0fu; a3 = v.y >> 4 & 0x0f0f0f0fu;
+      }
+      const char* scales = group + span * QUANTS<FORMAT> + b * 32 + g * 4;
+      const u32 both = *(const u32*)scales;
+      const float low = half_to_float((u16)both), high = half_to_float((u16)(both >> 16));
+      float least = 0.f, most = 0.f;
       if constexpr (FORMAT == 5) {
-        const u32 two = *(const u32*)(slot + span * 288 + b * 32 + g * 4);
-        const float least = half_to_float((u16)two), most = half_to_float((u16)(two >> 16));
-        const float p = c < x.count ? x.sums[at * x.count + c] : 0.f;
-        const float q = c + 1 < x.count ? x.sums[at * x.count + c + 1] : 0.f;
-        sums[t][0] = __fmaf_rn(least, p, sums[t][0]);
-        sums[t][1] = __fmaf_rn(least, q, sums[t][1]);
-        sums[t][2] = __fmaf_rn(most, p, sums[t][2]);
-        sums[t][3] = __fmaf_rn(most, q, sums[t][3]);
+        const u32 two = *(const u32*)(scales + span * 32);
+        least = half_to_float((u16)two); most = half_to_float((u16)(two >> 16));
+      }
+#pragma unroll
+      for (int t = 0; t < NT; ++t) {
+        float* sum = sums[u][t];
+        int d[4];
+        mma_bytes(d, a0, a1, a2, a3, m[t].x, m[t].y, 0x4b400000);
+        sum[0] = __fmaf_rn(__fmul_rn(low, s[t]), __int_as_float(d[0]) - MAGIC, sum[0]);
+        sum[1] = __fmaf_rn(__fmul_rn(low, r[t]), __int_as_float(d[1]) - MAGIC, sum[1]);
+        sum[2] = __fmaf_rn(__fmul_rn(high, s[t]), __int_as_float(d[2]) - MAGIC, sum[2]);
+        sum[3] = __fmaf_rn(__fmul_rn(high, r[t]), __int_as_float(d[3]) - MAGIC, sum[3]);
+        if constexpr (FORMAT == 5) {
+          sum[0] = __fmaf_rn(least, x[t], sum[0]);
+          sum[1] = __fmaf_rn(least, y[t], sum[1]);
+          sum[2] = __fmaf_rn(most, x[t], sum[2]);
+          sum[3] = __fmaf_rn(most, y[t], sum[3]);
+        }
       }
     }
   }
@@ -168,8 +209,13 @@ __device__ __forceinline__ void load8(const LinearArgs& a, i64 row, int at, floa
 
 // What a piece is multiplied by when it is normalised.
 __device__ __forceinline__ void weights8(const LinearArgs& a, int at, float* w) {
+  if (a.norm && 8 * at + 8 <= a.k) {
+    const float4 p = *(const float4*)(a.norm + 8 * at), q = *(const float4*)(a.norm + 8 * at + 4);
+    w[0] = p.x; w[1] = p.y; w[2] = p.z; w[3] = p.w; w[4] = q.x; w[5] = q.y; w[6] = q.z; w[7] = q.w;
+    return;
+  }
 #pragma unroll
-  for (int i = 0; i < 8; ++i) w[i] = !a.norm ? 1.f : 8 * at + i < a.k ? a.norm[8 * at + i] : 0.f;
+  for (int i = 0; i < 8; ++i) w[i] = a.norm && 8 * at + i < a.k ? a.norm[8 * at + i] : 0.f;
 }
 
 __device__ __forceinline__ void scale8(const LinearArgs& a, float inverse, const float* w, float* v) {
@@ -284,50 +330,57 @@ __device__ __forceinline__ float bytes8(const LinearArgs& a, i64 row, int at, in
   return scale;
 }
 
-// x of a token as columns. w: what the thread's first piece is multiplied by.
+// x of a token as columns. w: what the thread's first piece is multiplied by. A piece is on its way while the
+// one before is placed.
 template <int FORMAT>
 __device__ __forceinline__ void stage(
     const LinearArgs& a, i64 row, int t, int tokens, const float* w, const Columns& x, float* room) {
   const int pieces = ((int)a.k + 31) / 32 * 4, end = (pieces + 31) / 32 * 32;
-  float v[8], more[8], inverse = 1.f;
-  if (a.x_kind != 2) load8(a, row, threadIdx.x, v);
+  float v[8], next[8], by[8], inverse = 1.f;
+  const bool floats = a.x_kind != 2;
+  if (floats) load8(a, row, threadIdx.x, v);
   if (a.norm_on) {
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum = __fmaf_rn(v[i], v[i], sum);
     for (int at = threadIdx.x + 512; at < pieces; at += 512) {
-      load8(a, row, at, more);
+      load8(a, row, at, next);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum = __fmaf_rn(more[i], more[i], sum);
+      for (int i = 0; i < 8; ++i) sum = __fmaf_rn(next[i], next[i], sum);
     }
     inverse = inverse_rms(sum, (int)a.k, (float)a.eps, room);
   }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) by[i] = w[i];
   for (int at = threadIdx.x; at < end; at += 512) {
     const bool in = at < pieces;
     int z[8];
     float scale = 0.f, sum = 0.f;
-    if (a.x_kind == 2) {
-      for (int i = 0; i < 8; ++i) z[i] = 0;
-      if (in) scale = bytes8(a, row, at, z);
-    } else {
-      if (at >= 512) load8(a, row, at, v);
-      if (a.norm_on) {
-        if (at >= 512) weights8(a, at, more);
-        scale8(a, inverse, at < 512 ? w : more, v);
-      }
+    if (floats) {
+      if (at + 512 < end) load8(a, row, at + 512, next);
+      if (a.norm_on) scale8(a, inverse, by, v);
       if constexpr (FORMAT == 16) {
         if (in) place_bf16(v, at, t, x);
-        continue;
+      } else {
+        scale = whole_numbers(v, x.digits, z);
+        if (FORMAT == 5 && x.digits > 1)
+#pragma unroll
+          for (int i = 0; i < 8; ++i) sum += v[i];
       }
-      scale = whole_numbers(v, x.digits, z);
-      if (x.digits > 1)
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum += v[i];
+      for (int i = 0; i < 8; ++i) v[i] = next[i];
+      if (a.norm_on && at + 512 < end) weights8(a, at + 512, by);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) z[i] = 0;
+      if (in) scale = bytes8(a, row, at, z);
     }
-    if (x.digits == 1)
+    if constexpr (FORMAT != 16) {
+      if (FORMAT == 5 && x.digits == 1)
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum += scale * (float)z[i];
-    place_bytes<FORMAT>(z, scale, sum, at, t, tokens, in, x);
+        for (int i = 0; i < 8; ++i) sum += scale * (float)z[i];
+      place_bytes<FORMAT>(z, scale, sum, at, t, tokens, in, x);
+    }
   }
 }
 
@@ -385,22 +438,28 @@ __device__ __forceinline__ void hand_over(float* parts, float (*sums)[4], int di
 
 template <int FORMAT, int NT, int DEPTH>
 __device__ __forceinline__ void linear(const LinearArgs& a) {
+  constexpr int U = GROUPS<FORMAT>;
   SHARED_BYTES(shared);
-  let_others_start();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int nblk = ((int)a.k + 31) / 32, span = (int)a.span, halves = a.act ? 2 : 1;
+  // bf16: gate and up one after the other
+  const int nblk = ((int)a.k + 31) / 32, span = (int)a.span, halves = a.act && U == 1 ? 2 : 1;
   const int share = (nblk + WARPS - 1) / WARPS, from = warp * share;
   const int mine = nblk - from < share ? nblk - from : share, pieces = (share + span - 1) / span;
-  const int slot_bytes = span * BLOCK<FORMAT>;
+  const int slot_bytes = U * span * BLOCK<FORMAT>, tiles = (int)a.tiles;
+  const int groups = ((int)a.n * (a.act ? 2 : 1) + 15) / 16, apart = a.act ? 1 : U;
   char* ring = shared + warp * DEPTH * slot_bytes;
   // where copying stands
-  i64 tile = blockIdx.x;
-  int half = 0, piece = 0;
+  int tile = blockIdx.x, half = 0, piece = 0;
   auto copy_next = [&](int slot) {
-    if (tile < a.tiles) {
+    if (tile < tiles) {
       const int left = mine - piece * span, count = left < span ? left : span;
       if (count > 0)
-        fetch<FORMAT>(ring + slot * slot_bytes, a, tile + half * a.second, nblk, from + piece * span, count, span, lane);
+#pragma unroll
+        for (int u = 0; u < U; ++u) {
+          const int group = tile * apart + (u + half) * (int)a.second;
+          fetch<FORMAT>(ring + (slot * U + u) * span * BLOCK<FORMAT>, a, group < groups ? group : groups - 1, nblk,
+                        from + piece * span, count, span, lane);
+        }
       if (++piece == pieces) {
         piece = 0;
         if (++half == halves) { half = 0; tile += gridDim.x; }
@@ -410,11 +469,6 @@ __device__ __forceinline__ void linear(const LinearArgs& a) {
   };
 #pragma unroll
   for (int i = 0; i < DEPTH; ++i) copy_next(i);
-  if (warp == 0 && lane < a.ahead * halves) {  // behind what the ring has
-    const i64 held = DEPTH / (pieces * halves), which = held + lane / halves;
-    const i64 next = blockIdx.x + which * (i64)gridDim.x, size = FORMAT == 16 ? a.k * 32 : group_bytes(nblk, FORMAT);
-    if (next < a.tiles && (next + 1) * 16 <= a.n) to_cache(a.w + (next + lane % halves * a.second) * size, size);
-  }
   float w[8];
   if (a.norm_on) weights8(a, threadIdx.x, w);
   const i64 first = blockIdx.y * a.tokens, left = from_host(a.rows) - first;
@@ -425,48 +479,71 @@ __device__ __forceinline__ void linear(const LinearArgs& a) {
   x.digits = FORMAT == 16 && a.digits > 1 ? 3 : (int)a.digits;
   x.count = tokens * x.digits;
   x.values = shared + WARPS * DEPTH * slot_bytes;
-  x.scales = (float*)(x.values + (i64)nblk * x.count * (FORMAT == 16 ? 64 : 32));
+  x.scales = (float*)(x.values + nblk * x.count * (FORMAT == 16 ? 64 : 32));
   x.sums = x.scales + (FORMAT == 16 ? 0 : nblk * tokens);
-  float* kept = x.sums + (FORMAT == 5 ? nblk * x.count : 0);  // [cell]: gates
-  float* parts = kept + 16 * tokens;                          // [1 or 2][cell][PITCH]
-  const int buffer = tokens <= 4 ? 16 * tokens * PITCH : 0;
+  const int cells = 16 * tokens, half_cells = U * cells * PITCH;
+  float* kept = x.sums + (FORMAT == 5 ? nblk * x.count : 0);  // [cell]: gates, bf16
+  float* parts = kept + (U == 1 ? cells : 0);                 // [1 or 2][group][cell][PITCH]
+  const int buffer = tokens <= 4 ? half_cells : 0;
   for (int t = 0; t < tokens; ++t) stage<FORMAT>(a, first + t, t, tokens, w, x, parts);
   __syncthreads();
-  const int shift = x.digits == 4 ? 2 : x.digits == 2 ? 1 : 0;
-  const int cell = threadIdx.x >> 4, lead = (threadIdx.x & 15) == 0;
+  const int shift = x.digits == 4 ? 2 : x.digits == 2 ? 1 : 0, step = x.count * (FORMAT == 16 ? 64 : 32);
+  const int cell = threadIdx.x >> 4;
+  const bool lead = (threadIdx.x & 15) == 0;
   int slot = 0, turn = 0;
-  for (i64 at = blockIdx.x; at < a.tiles; at += gridDim.x) {
+  for (int at = blockIdx.x; at < tiles; at += gridDim.x) {
+    // not sooner: the next kernel's blocks would crowd where this one's end first
+    if (at + gridDim.x >= tiles) let_others_start();
     for (int h = 0; h < halves; ++h, turn ^= 1) {
-      float sums[NT][4];
+      float sums[U][NT][4];
 #pragma unroll
-      for (int t = 0; t < NT; ++t) for (int i = 0; i < 4; ++i) sums[t][i] = 0.f;
+      for (int i = 0; i < U * NT * 4; ++i) (&sums[0][0][0])[i] = 0.f;
+      Part<FORMAT, NT> part = part_of<FORMAT, NT>(x, tokens, shift, from, lane);
       for (int p = 0; p < pieces; ++p) {
         const int rest = mine - p * span, count = rest < span ? rest : span;
         copies_but<DEPTH - 1>();
         __syncwarp();
         const char* here = ring + slot * slot_bytes;
-#pragma unroll 4
-        for (int b = 0; b < count; ++b)
-          multiply<FORMAT, NT>(here, b, from + p * span + b, span, x, tokens, shift, lane, sums);
+        auto one = [&](int b) {
+          multiply<FORMAT, NT>(here, span, b, part, shift, lane, sums);
+          part.values += step;
+          if constexpr (FORMAT != 16) { part.first += tokens; part.second += tokens; }
+          if constexpr (FORMAT == 5) part.sums += x.count;
+        };
+        if (count == MOST) {
+#pragma unroll
+          for (int b = 0; b < MOST; ++b) one(b);
+        } else {
+          for (int b = 0; b < count; ++b) one(b);
+        }
         __syncwarp();
         copy_next(slot);
         slot = slot + 1 == DEPTH ? 0 : slot + 1;
       }
-      float* mine_parts = parts + turn * buffer;
-      hand_over<FORMAT, NT>(mine_parts, sums, x.digits, tokens, lane, warp);
-      const bool last = h + 1 == halves;
-      const i64 channel = at * 16 + (cell & 15);
+      float* sets = parts + turn * buffer;
+#pragma unroll
+      for (int u = 0; u < U; ++u)
+        hand_over<FORMAT, NT>(sets + u * cells * PITCH, sums[u], x.digits, tokens, lane, warp);
+      const bool last = h + 1 == halves, gated = a.act != 0;
+      const int results = gated || U == 1 ? cells : 2 * cells;
+      auto channel_of = [&](int c) { return (i64)(at * apart + (c >= cells ? 1 : 0)) * 16 + (c & 15); };
+      auto token_of = [&](int c) { return first + (c >= cells ? c - cells : c) / 16; };
       float more = 0.f;  // on its way while the others get here
-      if (lead && last && cell < 16 * tokens && channel < a.n) more = addend(a, first + (cell >> 4), channel);
+      if (lead && last && cell < results && channel_of(cell) < a.n) more = addend(a, token_of(cell), channel_of(cell));
       __syncthreads();
-      for (int c = cell; c < 16 * tokens; c += 32) {
-        float v = mine_parts[c * PITCH + (threadIdx.x & 15)];
-        for (int o = 8; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
+      for (int c = cell; c < results; c += 32) {
+        float v = sets[c * PITCH + (threadIdx.x & 15)];
+        float up = U == 2 && gated ? sets[(cells + c) * PITCH + (threadIdx.x & 15)] : 0.f;
+        for (int o = 8; o; o >>= 1) {
+          v += __shfl_xor_sync(0xffffffffu, v, o);
+          if (U == 2 && gated) up += __shfl_xor_sync(0xffffffffu, up, o);
+        }
+        const i64 channel = channel_of(c);
         if (!lead || channel >= a.n) continue;
-        const i64 token = first + (c >> 4);
-        if (c != cell) more = addend(a, token, channel);
-        if (!last) kept[c] = v;
-        else write_result(a, token, channel, __fadd_rn(a.act ? __fmul_rn(activated(kept[c], (int)a.act), v) : v, more));
+        if (c != cell) more = addend(a, token_of(c), channel);
+        if (!last) { kept[c] = v; continue; }
+        if (gated) v = U == 2 ? __fmul_rn(activated(v, (int)a.act), up) : __fmul_rn(activated(kept[c], (int)a.act), v);
+        write_result(a, token_of(c), channel, __fadd_rn(v, more));
       }
       if (!buffer) __syncthreads();
     }
@@ -476,16 +553,16 @@ __device__ __forceinline__ void linear(const LinearArgs& a) {
 #define LINEAR(name, format, nt, depth, blocks) \
   extern "C" __global__ void __launch_bounds__(512, blocks) name(LinearArgs a) { linear<format, nt, depth>(a); }
 
-LINEAR(linear_q4_1, 4, 1, 2, 2)
+LINEAR(linear_q4_1, 4, 1, 2, 1)
 LINEAR(linear_q4_2, 4, 2, 2, 1)
 LINEAR(linear_q4_4, 4, 4, 2, 1)
-LINEAR(linear_q4m_1, 5, 1, 2, 2)
+LINEAR(linear_q4m_1, 5, 1, 2, 1)
 LINEAR(linear_q4m_2, 5, 2, 2, 1)
 LINEAR(linear_q4m_4, 5, 4, 2, 1)
-LINEAR(linear_q8_1, 8, 1, 2, 2)
+LINEAR(linear_q8_1, 8, 1, 2, 1)
 LINEAR(linear_q8_2, 8, 2, 2, 1)
 LINEAR(linear_q8_4, 8, 4, 2, 1)
-LINEAR(linear_bf16_1, 16, 1, 2, 2)
+LINEAR(linear_bf16_1, 16, 1, 2, 1)
 LINEAR(linear_bf16_2, 16, 2, 2, 1)
 LINEAR(linear_bf16_4, 16, 4, 2, 1)
 
@@ -548,21 +625,45 @@ __device__ __forceinline__ float unpacked(const char* group, int nblk, int r, i6
   return __fadd_rn(__fmul_rn(scale, n), half_to_float(halves[(i64)nblk * 16 + b * 16 + r]));
 }
 
-extern "C" __global__ void unpack(UnpackArgs a) {
+// A warp takes a block of 32 inputs of 16 rows, two lanes a row.
+extern "C" __global__ void __launch_bounds__(256) unpack(UnpackArgs a) {
   let_others_start();
   after_others();
   const char* w = a.w_at ? (const char*)*a.w_at + (i64)a.w : a.w;
-  const int nblk = ((int)a.k + 31) / 32;
-  const i64 size = (i64)nblk * (a.format == 8 ? 544 : a.format == 5 ? 320 : 288);
-  const i64 pieces = (a.k + 7) / 8, all = (a.n + 15) / 16 * 16 * pieces;
-  for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < all; i += (i64)gridDim.x * blockDim.x) {
-    // neighbouring threads take neighbouring rows of a group: their bytes lie side by side
-    const i64 r = i % 16, piece = i / 16 % pieces, g = i / 16 / pieces;
-    const i64 row = g * 16 + r;
+  const int nblk = ((int)a.k + 31) / 32, lane = threadIdx.x & 31, format = (int)a.format;
+  const i64 size = group_bytes(nblk, format), all = (a.n + 15) / 16 * nblk;
+  const int r = lane >> 1, half = lane & 1;
+  for (i64 i = blockIdx.x * 8 + (threadIdx.x >> 5); i < all; i += (i64)gridDim.x * 8) {
+    const i64 group = i / nblk, row = group * 16 + r;
+    const int b = (int)(i % nblk), k = b * 32 + half * 16;
+    const char* from = w + group * size;
+    const char* quants = from + (i64)b * (format == 8 ? 512 : 256);
+    const u16* scales = (const u16*)(from + (i64)nblk * (format == 8 ? 512 : 256)) + b * 16 + r;
+    const float scale = half_to_float(scales[0]), least = format == 5 ? half_to_float(scales[(i64)nblk * 16]) : 0.f;
+    u32 out[8];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {  // four values each
+      float v[4];
+      if (format == 8) {
+        const u32 q = *(const u32*)(quants + (4 * half + c) * 64 + r * 4);
+        for (int e = 0; e < 4; ++e) v[e] = scale * (float)(signed char)(q >> 8 * e);
+      } else {
+        const u32 q = *(const u32*)(quants + (2 * half + (c >> 1)) * 64 + r * 4) >> 4 * (c & 1);
+        for (int e = 0; e < 4; ++e) {
+          const float n = (float)(q >> 8 * e & 15);
+          v[e] = format == 4 ? scale * (n - 8.f) : __fadd_rn(__fmul_rn(scale, n), least);
+        }
+      }
+      out[2 * c] = pair(bf16_of(v[0]), bf16_of(v[1]));
+      out[2 * c + 1] = pair(bf16_of(v[2]), bf16_of(v[3]));
+    }
     if (row >= a.n) continue;
-    for (int e = 0; e < 8; ++e) {
-      const i64 k = piece * 8 + e;
-      if (k < a.k) a.y[row * a.k + k] = (u16)bf16_of(unpacked(w + g * size, nblk, (int)r, k, (int)a.format));
+    u16* y = a.y + row * a.k + k;
+    if (k + 16 <= a.k && a.k % 8 == 0) {
+      *(uint4*)y = make_uint4(out[0], out[1], out[2], out[3]);
+      *(uint4*)(y + 8) = make_uint4(out[4], out[5], out[6], out[7]);
+    } else {
+      for (int e = 0; e < 16; ++e) if (k + e < a.k) y[e] = (u16)(out[e >> 1] >> 16 * (e & 1));
     }
   }
 }
