@@ -86,6 +86,8 @@ WORKSPACE: Mapping[str, Mapping[str, Workspace]] = {
     "cpu": {
         "": Workspace(team=1 << 10),
         "linear": Workspace(core=152 << 10, channel=40),  # weights and tokens as tiles; activations in INT8
+        "expert_linear": Workspace(core=256 << 10, channel=168),  # tokens and results of an expert
+        "route": Workspace(core=12 << 10),
         "attention": Workspace(team=1088 << 10, core=48 << 10, channel=576),  # sums of ranges of keys; tiles
         "sample": Workspace(core=17 << 10, channel=8),  # values, their order, and buckets
     }

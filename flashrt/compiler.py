@@ -26,6 +26,7 @@ from flashrt.ir.types import Symbol
 from flashrt.llm.scheduler import history_size
 from flashrt.machine import Machine
 from flashrt.program import Plan, Variant
+from flashrt.weights.index import EXACT_LAYOUT
 
 if TYPE_CHECKING:
     from flashrt.passes import pipeline
@@ -51,6 +52,8 @@ class CompileOptions:
     exact: float32 everywhere. int8: activations rounded to INT8 blocks in every step, whatever its size.
     fast: INT8 in small steps, bf16 in large ones, where a device has kernels for that: a token's result
     then depends, within rounding, on how many others share its step.
+
+    quantize, quantize_exclude: how matrices are kept, see passes/storage.py ("": as their files suggest).
     """
 
     context: int | None = None
@@ -59,6 +62,8 @@ class CompileOptions:
     without: tuple[str, ...] = ()
     numerics: str = "exact"
     pins: tuple[str, ...] = ()
+    quantize: str = ""
+    quantize_exclude: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,23 @@ class Stage:
     name: str
     seconds: float
     value: Any = field(repr=False)
+
+
+def keep_as_chosen(imported: Imported, options: CompileOptions) -> Imported:
+    """The model with its matrices' layouts as the user wants them. Raises PlanError (see `storage`)."""
+    if not options.quantize:
+        return imported
+    from flashrt.passes.storage import storage
+
+    tensors = imported.weights.tensors
+    exact = {
+        w.name: formats[0] if len(formats) == 1 else "f32"
+        for w in imported.graph.weights
+        if all(s in tensors for s in w.sources)
+        for formats in [list({EXACT_LAYOUT.get(tensors[s].format, "f32") for s in w.sources})]
+    }
+    graph = storage(imported.graph, options.quantize, options.quantize_exclude, exact)
+    return replace(imported, graph=graph)
 
 
 def compile_model(
@@ -190,6 +212,7 @@ def _options(variant: str, machine: Machine, options: CompileOptions) -> pipelin
         disabled=frozenset(options.without),
         pins=tuple(map(read_pin, options.pins)),
         sums=options.numerics == "fast",
+        plain=all(d.supports("linear.bf16", LINEAR_BF16) for d in machine.devices),
     )
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashrt import knobs, program
 from flashrt.backend import WORKSPACE, Backend, BlockSource, OpenDevice
-from flashrt.compiler import CompileOptions, Stage, compile_model, plan_key
+from flashrt.compiler import CompileOptions, Stage, compile_model, keep_as_chosen, plan_key
 from flashrt.errors import ModelError, PlanError, ProgramError, RequestError
 from flashrt.frontend import models
 from flashrt.ir import micro
@@ -319,6 +319,7 @@ def obtain(
     source = models.find(model)
     if source.kind == "plan":
         return Compiled(program.load(Path(source.place)), cached=True)
+    fresh = fresh or source.kind == "callable"  # what code returns can't be told beforehand
     machine = machine_picture(devices, budgets)
     key = plan_key(source.identity(), options, machine)
     folder = knobs.cache_folder() / "plans" / key
@@ -329,9 +330,8 @@ def obtain(
         # another process may have made it while this one waited
         if not fresh and (kept := _kept(folder)):
             return kept
-        plan = compile_model(
-            models.read_model(source, context=options.context), machine, options, key=key, on_stage=on_stage
-        )
+        imported = keep_as_chosen(models.read_model(source, context=options.context), options)
+        plan = compile_model(imported, machine, options, key=key, on_stage=on_stage)
         _check_host_rows(plan)
         return Compiled(program.save(plan, folder), cached=False)
 

@@ -19,6 +19,7 @@ from flashrt.ir.types import (
     TensorType,
     Weight,
     maximum,
+    minimum,
     product,
     substitute,
     sym,
@@ -132,11 +133,22 @@ def _bytes(
             table = weights[node.inputs[1][1:]]
             row = block_bytes(table) / max(1, int(_whole(table.type.shape[0])))
             return moved - block_bytes(table) + types[0].elements * row
+        case "expert_linear":
+            return _routed(node, types, weights)
         case "slice" | "rows":
             return moved - types[0].bytes + node.type.bytes
         case "attention":
             return moved + _keys_read(node, types, states)
     return moved
+
+
+def _routed(node: logical.Node, types: Sequence[TensorType], weights: Mapping[str, Weight]) -> Dim:
+    """Bytes of an expert product: of the weights, only those of as many experts as a step can ask for."""
+    experts, top_k = node.attr("experts"), node.attr("top_k")
+    assert isinstance(experts, int) and isinstance(top_k, int)
+    held = sum(block_bytes(weights[i[1:]]) for i in node.inputs if i[0] == "@")
+    asked = minimum(types[2].shape[0] * top_k, experts)
+    return types[0].bytes + types[2].bytes + node.type.bytes + asked * (held / experts)
 
 
 def _keys_read(node: logical.Node, types: Sequence[TensorType], states: Mapping[str, TensorType]) -> Dim:

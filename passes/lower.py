@@ -142,6 +142,8 @@ class _Lowering:
                 self._attention(node)
             case "linear":
                 self._linear(node)
+            case "expert_linear":
+                self._dispatch(node, self._product_args(node))
             case _:
                 self._dispatch(node, [self._arg(node, i) for i in range(len(node.inputs))])
 
@@ -173,16 +175,21 @@ class _Lowering:
         self._dispatch(node, [q, positions, seq, pages, *sinks], writes=())
 
     def _linear(self, node: physical.Node) -> None:
-        args = [self._arg(node, i) for i in range(len(node.inputs))]
+        args = self._product_args(node)
         before: list[micro.Instr] = []
         if node.attr("bias"):
             bias = args.pop(2)
             assert isinstance(bias, micro.BlockRef), node.name
             before = [micro.Bias(device=node.device, lane=COMPUTE, block=bias, node=node.name)]
+        self._dispatch(node, args, before)
+
+    def _product_args(self, node: physical.Node) -> list[micro.Arg]:
+        """The arguments of a product, x rounded as its numerics say."""
+        args = [self._arg(node, i) for i in range(len(node.inputs))]
         scheme = settings(node.numerics).get("act", "")
         if scheme in QUANTIZED and isinstance(args[0], micro.SlotRef):
             args[0] = self._quantise(node, args[0], scheme)
-        self._dispatch(node, args, before)
+        return args
 
     def _quantise(self, node: physical.Node, src: micro.SlotRef, scheme: str) -> micro.SlotRef:
         """The quantised form of a slot, made once for all products that take it."""

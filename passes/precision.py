@@ -8,7 +8,16 @@ from dataclasses import replace
 from flashrt.errors import PlanError
 from flashrt.ir import logical
 from flashrt.ir.bounds import Bounds
-from flashrt.ir.ops import ATTENTION_EXACT, EXACT, LINEAR_BF16, LINEAR_EXACT, LINEAR_F16, LINEAR_I8, OPS
+from flashrt.ir.ops import (
+    ATTENTION_EXACT,
+    EXACT,
+    LINEAR_BF16,
+    LINEAR_EXACT,
+    LINEAR_F16,
+    LINEAR_I8,
+    OPS,
+    PRODUCTS,
+)
 from flashrt.ir.text import show_node
 from flashrt.ir.types import Weight
 from flashrt.layouts import LAYOUTS
@@ -71,7 +80,7 @@ def _numerics(
 ) -> str:
     if node.op not in OPS:
         return EXACT
-    if node.op != "linear" or numerics == LINEAR_EXACT:
+    if node.op not in PRODUCTS or numerics == LINEAR_EXACT:
         return OPS[node.op].numerics
     layout = LAYOUTS[weights[node.inputs[1]].layout]
     rounds = layout.bits > 0 or (plain and numerics == LINEAR_BF16 and layout.name == "bf16")

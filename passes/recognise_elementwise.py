@@ -65,6 +65,16 @@ def mul(r: Reading, node: logical.Node) -> Recipe | None:
     return _binary(r, node, "mul")
 
 
+def square(r: Reading, node: logical.Node) -> Recipe | None:
+    """x² → mul(x, x)"""
+    power = patterns.number(node.attr("exponent")) if node.op == "aten.pow" else None
+    if len(node.inputs) != 1 or not (node.op == "aten.square" or power == 2):
+        return None
+    view = r.views[node.inputs[0]]
+    x = r.flat(view) if view.shape == node.type.shape else None
+    return pointwise("mul", node, view, (x, x), ()) if x is not None else None
+
+
 def _binary(r: Reading, node: logical.Node, op: str) -> Recipe | None:
     for a, b in patterns.sides(node) if node.op == f"aten.{op}" else ():
         view = r.views[a]
@@ -94,8 +104,10 @@ def _operand(r: Reading, x: Flat, a: View, b: View) -> Flat | None:
 
 
 def _aligned(a: View, b: View) -> bool:
-    """Whether the long axes of b stand where a has axes of those sizes."""
-    return all(n in (1, m) for n, m in zip(reversed(b.shape), reversed(a.shape), strict=False))
+    """Whether the long axes of b are the last long ones of a, and not others of those sizes."""
+    pairs = [(n, m) for n, m in zip(reversed(b.shape), reversed(a.shape), strict=False) if m != 1]
+    count = sum(n != 1 for n in b.shape)
+    return all(n == m for n, m in pairs[:count]) and all(n == 1 for n, _ in pairs[count:])
 
 
 def elementwise(r: Reading, node: logical.Node) -> Recipe | None:

@@ -11,7 +11,9 @@ from dataclasses import replace
 
 from flashrt.ir import logical
 
-MODULES = frozenset({"linear", "embedding", "rms_norm", "layer_norm", "rope_table", "activation"})
+MODULES = frozenset(
+    {"linear", "embedding", "rms_norm", "layer_norm", "rope_table", "activation", "expert_sum"}
+)
 SHORT = {"self_attn": "attn"}
 Use = tuple[logical.Node, int]
 
@@ -75,9 +77,11 @@ class _Names:
         match node.op:
             case op if op in MODULES and module:
                 return module
-            case "attention" | "gated" | "softcap":
+            case "expert_linear":
+                return node.inputs[1][1:].removesuffix("_proj")
+            case "attention" | "gated" | "gated_clamped" | "softcap" | "route":
                 return f"{module}.{node.op}".lstrip(".")
-            case "rope":
+            case "rope" | "rope_pairs":
                 role = self.role(node)
                 return f"{module}.rope_{role}" if role else f"{module}.rope"
             case "rows":
@@ -98,9 +102,9 @@ class _Names:
         user, place = users[0]
         if user.op == "attention":
             return "qkv"[place] if place < 3 else ""
-        if user.op == "gated":
+        if user.op in ("gated", "gated_clamped"):
             return ("gate", "up")[place]
-        return self.role(user) if user.op in ("rope", "rms_norm", "view") and place == 0 else ""
+        return self.role(user) if user.op in ("rope", "rope_pairs", "rms_norm", "view") and place == 0 else ""
 
     def wish_slice(self, node: logical.Node) -> str:
         source = self.final.get(node.inputs[0][1:], node.inputs[0][1:])

@@ -7,14 +7,13 @@ or None. Nothing is changed here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flashrt.ir import logical
-from flashrt.ir.types import Dim, Expr, TensorType, Value
-from flashrt.passes.recognise_views import Flat, View, flat, narrow
+from flashrt.ir.types import TensorType, Value
+from flashrt.passes.recognise_views import Flat, View, flat
 
 GELU_TANH_INNER, GELU_TANH_CUBE = 0.7978845608028654, 0.044715  # sqrt(2/pi), and the cubic term
-INTEGERS = frozenset({"i64", "i32", "i16", "i8", "u8"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +88,20 @@ def normed(r: Reading, value: str) -> Normed | None:
     return None
 
 
+def centred_norm(r: Reading, value: str) -> Normed | None:
+    """(x - mean(x, -1)) over the root mean square of that."""
+    found = normed(r, value)
+    minus = r.nodes.get(found.x.base) if found is not None else None
+    if found is None or minus is None or minus.op != "aten.sub" or r.views[found.x.base] != found.x:
+        return None
+    if len(minus.inputs) != 2 or number(minus.attr("alpha", 1)) != 1:
+        return None
+    x, mean = r.views[minus.inputs[0]], r.maker(minus.inputs[1], "aten.mean")
+    if mean is None or not is_last_axis(mean.attr("dim"), len(x.shape)) or not mean.attr("keepdim"):
+        return None
+    return Normed(x, found.eps) if r.views[mean.inputs[0]] == x else None
+
+
 def _root_of(r: Reading, value: str, *, divides: bool) -> str | None:
     """v of rsqrt(v) (a factor) or sqrt(v) (a divisor)."""
     root = r.maker(value, "aten.sqrt" if divides else "aten.rsqrt", "aten.pow")
@@ -106,17 +119,28 @@ def _mean_square(r: Reading, value: str, x: View) -> float | None:
     if plus is None or eps is None:
         return None
     mean = r.maker(plus.inputs[0], "aten.mean")
-    if mean is None or not _last_axis(mean.attr("dim"), len(x.shape)) or not mean.attr("keepdim"):
+    if mean is None or not is_last_axis(mean.attr("dim"), len(x.shape)) or not mean.attr("keepdim"):
         return None
     square = r.maker(mean.inputs[0], "aten.pow", "aten.mul")
-    if square is None or any(r.views[i] != x for i in square.inputs):
+    if square is None or not all(_equal(r, r.views[i], x) for i in square.inputs):
         return None
     if square.op == "aten.pow" and number(square.attr("exponent")) != 2:
         return None
     return eps if square.op == "aten.pow" or len(square.inputs) == 2 else None
 
 
-def _last_axis(dims: Value, rank: int) -> bool:
+def _equal(r: Reading, a: View, b: View) -> bool:
+    """Whether two values are one, or the same difference computed twice."""
+    if a == b:
+        return True
+    one, other = (r.nodes.get(view.base) for view in (a, b))
+    if one is None or other is None or (one.op, one.attrs) != (other.op, other.attrs) or one.op != "aten.sub":
+        return False
+    whole = (r.views[a.base], r.views[b.base]) == (a, b)
+    return whole and [r.views[i] for i in one.inputs] == [r.views[i] for i in other.inputs]
+
+
+def is_last_axis(dims: Value, rank: int) -> bool:
     return dims in ((-1,), (rank - 1,), -1, rank - 1)
 
 
@@ -135,137 +159,6 @@ def is_vector(r: Reading, value: str) -> bool:
     view = r.views[value]
     own = r.views[view.base]
     return view.base[0] == "@" and len(own.shape) <= 1 and (view.axes, view.offset) == (own.axes, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Angles:
-    """`scale` times a function of positions[T] · inv_freq[D/2].
-
-    doubled: the D/2 angles stand twice. home: the value that this was read from.
-    """
-
-    positions: str
-    inv_freq: str
-    scale: float
-    doubled: bool
-    home: str = field(compare=False)
-
-
-def trigonometric(r: Reading, value: str, op: str) -> Angles | None:
-    """cos or sin (`op`) of position·inv_freq, or of cat(them, them); a factor before or after."""
-    scale = 1.0
-    node = r.maker_of_axes(value, "aten.mul", op)
-    if node is not None and node.op == "aten.mul":
-        factor = scalar(node)
-        if factor is None:
-            return None
-        scale, node = factor, r.maker_of_axes(node.inputs[0], op)
-    if node is None:
-        return None
-    twice = r.maker_of_axes(node.inputs[0], "aten.cat")
-    if twice is not None:
-        parts = {r.views[i] for i in twice.inputs}
-        if (
-            len(twice.inputs) != 2
-            or len(parts) != 1
-            or not _last_axis(twice.attr("dim", 0), len(twice.type.shape))
-        ):
-            return None
-    found = _angles(r, twice.inputs[0] if twice is not None else node.inputs[0])
-    return Angles(*found, scale, twice is not None, r.views[value].base) if found is not None else None
-
-
-def _angles(r: Reading, value: str) -> tuple[str, str] | None:
-    """(positions, @inv_freq) of an outer product, made by multiplication or as a matrix product."""
-    view = r.views[value]
-    node = r.nodes.get(view.base)
-    if node is None or node.op not in ("aten.mul", "aten.matmul", "aten.bmm"):
-        return None
-    if set(view.axes) != set(r.views[view.base].axes) or view.offset != 0:
-        return None
-    for a, b in sides(node):
-        w = r.views[b]
-        positions = _positions(r, a)
-        if positions is None or not is_vector(r, b):
-            continue
-        axes = [n for n in r.types[value].shape if n != 1]
-        if axes == [r.types[positions].shape[0], *(n for n, _ in w.axes)]:
-            return positions, w.base
-    return None
-
-
-def _positions(r: Reading, value: str) -> str | None:
-    """An integer vector [T] under casts to float."""
-    while (node := r.maker_of_axes(value, "aten.to")) is not None:
-        value = node.inputs[0]
-    view = r.views[value]
-    if r.types[view.base].dtype not in INTEGERS or len(view.axes) != 1:
-        return None
-    return view.base if r.types[view.base].shape == (view.axes[0][0],) else None
-
-
-@dataclass(frozen=True, slots=True)
-class Rotated:
-    """`x` [.., T, D] rotated by the angles of each position; `x` may be part of each head."""
-
-    x: View
-    angles: Angles
-
-
-def rotated(r: Reading, value: str) -> Rotated | None:
-    """x·cos + cat(-x[D/2:], x[:D/2])·sin, the angles doubled."""
-    node = r.maker(value, "aten.add")
-    for a, b in sides(node) if node is not None else ():
-        first, second = r.maker(a, "aten.mul"), r.maker(b, "aten.mul")
-        if first is None or second is None:
-            continue
-        for half, sine in sides(second):
-            x = _half_turn(r, half)
-            sin = trigonometric(r, sine, "aten.sin") if x is not None else None
-            if x is None or sin is None or not sin.doubled:
-                continue
-            for same, cosine in sides(first):
-                if r.views[same] == x and trigonometric(r, cosine, "aten.cos") == sin:
-                    return Rotated(x, sin) if _along_rows(r, cosine, x) and _along_rows(r, sine, x) else None
-    return None
-
-
-def _half_turn(r: Reading, value: str) -> View | None:
-    """x of cat(-x[D/2:], x[:D/2]) on the last axis."""
-    node = r.maker(value, "aten.cat")
-    rank = len(r.types[value].shape)
-    if node is None or len(node.inputs) != 2 or not _last_axis(node.attr("dim", 0), rank):
-        return None
-    minus = r.maker(node.inputs[0], "aten.neg")
-    if minus is None:
-        return None
-    high, low = r.views[minus.inputs[0]], r.views[node.inputs[1]]
-    return joined(low, high, equal=True)
-
-
-def joined(low: View, high: View, *, equal: bool = False) -> View | None:
-    """The view of which `low` and `high` are the two parts along the last axis."""
-    n, m = low.shape[-1], high.shape[-1]
-    if equal and n != m:
-        return None
-    whole: Dim = n + m
-    both = View(low.base, (*low.shape[:-1], whole), low.strides, low.offset)
-    axis = len(low.shape) - 1
-    if not isinstance(n, int) or narrow(both, axis, n, m) != high:
-        return None
-    return both
-
-
-def _along_rows(r: Reading, table: str, x: View) -> bool:
-    """Whether the rows of cos or sin run along the axis of x that is its rows in memory."""
-    shape = r.types[table].shape
-    shape = (1,) * (len(x.shape) - len(shape)) + shape
-    if len(shape) != len(x.shape) or shape[-1] != x.shape[-1]:
-        return False
-    long = [i for i, n in enumerate(shape[:-1]) if n != 1]
-    if len(long) != 1 or shape[long[0]] != x.shape[long[0]]:
-        return False
-    return isinstance(x.shape[long[0]], Expr)
 
 
 ACTIVATIONS = {"aten.silu": "silu", "aten.relu": "relu", "aten.tanh": "tanh", "aten.sigmoid": "sigmoid"}

@@ -7,13 +7,26 @@ from collections.abc import Callable
 from flashrt.ir import logical
 from flashrt.ir.types import Expr, TensorType, attrs, product
 from flashrt.passes import recognise_patterns as patterns
-from flashrt.passes.recognise_elementwise import activation, add, elementwise, gated, mul, scale, softcap
+from flashrt.passes import recognise_rotary as rotary
+from flashrt.passes.recognise_elementwise import (
+    activation,
+    add,
+    elementwise,
+    gated,
+    mul,
+    scale,
+    softcap,
+    square,
+)
+from flashrt.passes.recognise_moe import moe
 from flashrt.passes.recognise_patterns import Reading
 from flashrt.passes.recognise_recipes import Raw, Recipe, ints, pointwise
 from flashrt.passes.recognise_views import Flat, View, compact_strides, dense_strides, permute
 
 F32_EPSILON = 2.0**-23  # what torch takes where an eps is left out
-OTHER_DTYPES = frozenset({"aten.embedding", "aten.index", "aten.index_select", "flashrt.attention"})
+OTHER_DTYPES = frozenset(
+    {"aten.embedding", "aten.index", "aten.index_select", "flashrt.attention", "flashrt.moe"}
+)
 
 Rule = Callable[[Reading, logical.Node], Recipe | None]
 
@@ -50,23 +63,44 @@ def _whole_rms_norm(
 
 
 def layer_norm(r: Reading, node: logical.Node) -> Recipe | None:
-    """aten.layer_norm(x, @w, @b) over the last axis → layer_norm(x, @w, @b) eps"""
-    if node.op != "aten.layer_norm" or len(node.inputs) != 3:
+    """aten.layer_norm over the last axis, or spelled out → layer_norm(x, @w, @b) eps; @b or both may lack"""
+    found = _whole_layer_norm(r, node) or _spelled_layer_norm(r, node)
+    if found is None:
         return None
-    x = r.views[node.inputs[0]]
+    x, eps, vectors = found
     rows = r.flat(x)
-    if rows is None or node.attr("normalized_shape") != rows.shape[-1:] != x.shape[-1:] or x.strides[-1] != 1:
+    if rows is None or x.shape[-1:] != rows.shape[-1:] or x.strides[-1] != 1:
         return None
-    if not all(patterns.is_vector(r, i) for i in node.inputs[1:]):
+    return pointwise("layer_norm", node, x, (rows, *(Raw(v) for v in vectors)), attrs(eps=eps))
+
+
+def _whole_layer_norm(r: Reading, node: logical.Node) -> tuple[View, float, tuple[str, ...]] | None:
+    """(x, eps, weight and bias) of aten.layer_norm."""
+    if node.op != "aten.layer_norm" or (len(node.inputs) == 2 and node.attr("weight", 0) is None):
         return None
-    weights = tuple(Raw(i) for i in node.inputs[1:])
-    return pointwise("layer_norm", node, x, (rows, *weights), attrs(eps=node.attr("eps")))
+    x, eps = r.views[node.inputs[0]], patterns.number(node.attr("eps"))
+    if node.attr("normalized_shape") != x.shape[-1:] or eps is None:
+        return None
+    return (x, eps, node.inputs[1:]) if all(patterns.is_vector(r, i) for i in node.inputs[1:]) else None
+
+
+def _spelled_layer_norm(r: Reading, node: logical.Node) -> tuple[View, float, tuple[str, ...]] | None:
+    """(x, eps, weight) of (x - mean(x, -1))·rsqrt(variance + eps)·w, or without w."""
+    for a, b in patterns.sides(node) if node.op == "aten.mul" else ():
+        inner = patterns.centred_norm(r, a)
+        if inner is not None and patterns.is_vector(r, b) and r.types[b].shape == inner.x.shape[-1:]:
+            return inner.x, inner.eps, (b,)
+    inner = patterns.centred_norm(r, f"%{node.name}")
+    return (inner.x, inner.eps, ()) if inner is not None else None
 
 
 # ---- rotary positions -------------------------------------------------------------------
 def rope(r: Reading, node: logical.Node) -> Recipe | None:
-    """x·cos + cat(-x[D/2:], x[:D/2])·sin → rope(x, rope_table(positions, @inv_freq) scale) head_dim"""
-    found = patterns.rotated(r, f"%{node.name}") if node.op == "aten.add" else None
+    """x·cos + cat(-x[D/2:], x[:D/2])·sin → rope(x, rope_table(positions, @inv_freq) scale) head_dim
+
+    Of pairs of channels: rope_pairs.
+    """
+    found = rotary.rotated(r, f"%{node.name}") if node.op == "aten.add" else None
     return _rope(r, node, found.x, found) if found is not None else None
 
 
@@ -74,12 +108,18 @@ def partial_rope(r: Reading, node: logical.Node) -> Recipe | None:
     """cat(rotated x[:D], x[D:]) of each head → rope of the whole heads, whose table has D channels"""
     if node.op != "aten.cat" or len(node.inputs) != 2:
         return None
-    found = patterns.rotated(r, node.inputs[0])
-    whole = patterns.joined(found.x, r.views[node.inputs[1]]) if found is not None else None
+    found = rotary.rotated(r, node.inputs[0])
+    whole = rotary.joined(found.x, r.views[node.inputs[1]]) if found is not None else None
     return _rope(r, node, whole, found) if whole is not None and found is not None else None
 
 
-def _rope(r: Reading, node: logical.Node, x: View, found: patterns.Rotated) -> Recipe | None:
+def rope_of_halves(r: Reading, node: logical.Node) -> Recipe | None:
+    """cat(x1·cos - x2·sin, x2·cos + x1·sin) of the halves of each head → rope"""
+    found = rotary.rotated_halves(r, f"%{node.name}") if node.op == "aten.cat" else None
+    return _rope(r, node, found.x, found) if found is not None else None
+
+
+def _rope(r: Reading, node: logical.Node, x: View, found: rotary.Rotated) -> Recipe | None:
     angles = found.angles
     length, half = r.types[angles.positions].shape[0], r.types[angles.inv_freq].shape[0]
     flat = r.flat(x)
@@ -92,7 +132,8 @@ def _rope(r: Reading, node: logical.Node, x: View, found: patterns.Rotated) -> R
     table = Recipe("rope_table", sources, kind, (), attrs(scale=angles.scale), angles.home)
     head_dim = x.shape[-1]
     assert not isinstance(head_dim, Expr)
-    return pointwise("rope", node, x, (flat, table), attrs(head_dim=head_dim))
+    op = "rope_pairs" if found.pairs else "rope"
+    return pointwise(op, node, x, (flat, table), attrs(head_dim=head_dim))
 
 
 # ---- products, tables ---------------------------------------------------------------------
@@ -169,6 +210,8 @@ def rows(r: Reading, node: logical.Node) -> Recipe | None:
     # of the smaller integers, u8 is a mask
     if flat is None or numbers is None or r.types[node.inputs[1]].dtype not in ("i32", "i64"):
         return None
+    if numbers.base[0] == "@":  # kernels read an index from a slot
+        return None
     if len(flat.shape) != 2 or len(numbers.shape) != 1 or len(index.shape) != 1:
         return None
     if (view.shape[axis], view.strides[axis]) != flat.table:
@@ -216,8 +259,8 @@ def unrecognised(r: Reading, node: logical.Node) -> Recipe:
 
 # Larger patterns first. They end in float32: a graph of another precision keeps its operators.
 RULES: tuple[Rule, ...] = (
-    rms_norm, layer_norm, rope, partial_rope, linear, embedding, rows, attention,
-    softcap, activation, gated, scale, add, mul,
+    layer_norm, rms_norm, rope, partial_rope, rope_of_halves, linear, embedding, rows, attention, moe,
+    softcap, activation, gated, scale, add, mul, square,
 )  # fmt: skip
 
 

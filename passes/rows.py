@@ -13,7 +13,7 @@ from flashrt.layouts import LAYOUTS
 # of an op split by channels: the inputs of which it takes the same channels
 _BY_CHANNEL: Mapping[str, Callable[[int], bool]] = {
     **dict.fromkeys(("gated", "add", "mul"), lambda i: True),
-    **dict.fromkeys(("activation", "scale", "softcap", "rope", "rms_norm"), lambda i: i == 0),
+    **dict.fromkeys(("activation", "scale", "softcap", "rope", "rope_pairs", "rms_norm"), lambda i: i == 0),
     "linear": lambda i: i > 0,
 }
 

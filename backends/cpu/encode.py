@@ -190,13 +190,78 @@ def _linear(instr: micro.Dispatch, ops: Operands, bias: micro.BlockRef | None) -
 
 def _scratch(function: str, k: int, ops: Operands) -> tuple[tuple[int, int], int]:
     """((address, bytes) of each thread's scratch, multiplications a cycle) of a matrix product."""
+    each, per_cycle = _product_scratch(function, k)
+    return (ops.scratch(each) if each else 0, each), per_cycle
+
+
+def _product_scratch(function: str, k: int) -> tuple[int, int]:
+    """(bytes of each thread's scratch, multiplications a cycle) of a matrix product."""
     if function.startswith(("linear_vnni.", "linear_i8.", "linear_i8_tiles.")):
         each = rows.RUN * rows.i8_row_bytes(k) + (512 + rows.TILE) * rows.SUM_BLOCKS
-        return (ops.scratch(each), each), 4 if function.startswith("linear_i8.") else 16
+        return each, 4 if function.startswith("linear_i8.") else 16
     if function.startswith("linear_amx."):
-        each = rows.TILE_SCRATCH
-        return (ops.scratch(each), each), 128
-    return (0, 0), 16
+        return rows.TILE_SCRATCH, 128
+    return 0, 16
+
+
+def _expert_linear(instr: micro.Dispatch, ops: Operands) -> Encoded:
+    x, w, route = ops.tensor(instr.args[0]), ops.matrix(instr.args[1]), ops.tensor(instr.args[2])
+    y, experts, top_k = ops.tensor(instr.dst), whole(instr, "experts"), whole(instr, "top_k")
+    bias: tuple[Dim, Dim] = ops.either(instr.args[3]) if len(instr.args) > 3 else (0, 0)
+    layout, n = LAYOUTS[w.layout], size(w.n, {}) // experts
+    if n % layout.rows:
+        raise PlanError(
+            f"cpu: the {n} rows of an expert aren't whole groups of {w.layout}", lines=text.show_instr(instr),
+            hint="store the experts in f32, f16 or bf16",
+        )  # fmt: skip
+    function = function_of(instr.kernel, instr.numerics or LINEAR_EXACT)
+    assert function is not None, instr
+    row = size(x.stride, {}) * x.item
+    each, per_cycle = _expert_scratch(function, w.k, experts, row)
+    fields = rows.Experts(
+        x.address, x.stride, row, int(bool(instr.attr("shared"))), int(x.item == 2), w.at, w.offset,
+        n // layout.rows * layout.group_bytes(w.k), 16 // layout.rows * layout.group_bytes(w.k),
+        y.address, y.stride, *bias, route.address, route.stride, route.rows, n, w.k, experts, top_k,
+        ops.scratch(each), each,
+    )  # fmt: skip
+    return Encoded(function, fields, route.rows * (top_k * n) * (w.k / per_cycle))
+
+
+def _expert_scratch(function: str, k: int, experts: int, row: int) -> tuple[int, int]:
+    """(bytes of each thread's scratch, multiplications a cycle): counts, results, rows of x, its own."""
+    inner, per_cycle = _product_scratch(function.removeprefix("expert_"), k)
+    parts = (8 * experts, 4 * 16 * rows.WIDE * rows.RUN, rows.RUN * row, inner)
+    return sum(-(-p // 64) * 64 for p in parts), per_cycle
+
+
+def _route(instr: micro.Dispatch, ops: Operands) -> Encoded:
+    x, y = ops.tensor(instr.args[0]), ops.tensor(instr.dst)
+    bias: tuple[Dim, Dim] = ops.either(instr.args[1]) if len(instr.args) > 1 else (0, 0)
+    experts = size(x.width, {})
+    each = 3 * (-(-experts // 16) * 64)
+    fields = rows.Route(
+        x.address, x.stride, *bias, y.address, y.stride, x.rows, experts, whole(instr, "top_k"),
+        int(instr.attr("score") == "softmax"), int(bool(instr.attr("normalise"))), whole(instr, "groups"),
+        whole(instr, "top_groups"), int(instr.attr("group_score") == "sum2"), real(instr, "scale", 1.0),
+        ops.scratch(each), each,
+    )  # fmt: skip
+    return Encoded("route", fields, x.rows * experts * (2 + whole(instr, "top_k")))
+
+
+def _expert_sum(instr: micro.Dispatch, ops: Operands) -> Encoded:
+    y, route, out = ops.tensor(instr.args[0]), ops.tensor(instr.args[1]), ops.tensor(instr.dst)
+    fields = rows.ExpertSum(
+        y.address, y.stride, route.address, route.stride, out.address, out.stride, out.rows, out.width,
+        whole(instr, "top_k"),
+    )  # fmt: skip
+    return Encoded("expert_sum", fields, y.rows * y.width * 0.25)
+
+
+def _gated_clamped(instr: micro.Dispatch, ops: Operands) -> Encoded:
+    encoded = _binary("gated_clamped", 2.0)(instr, ops)
+    assert isinstance(encoded.fields, rows.Map)
+    fields = encoded.fields._replace(f64_by=real(instr, "alpha"), f64_limit=real(instr, "limit"))
+    return Encoded(encoded.kernel, fields, encoded.cycles)
 
 
 def _embedding(instr: micro.Dispatch, ops: Operands) -> Encoded:
@@ -244,7 +309,7 @@ def _rope(instr: micro.Dispatch, ops: Operands) -> Encoded:
         x.address, x.stride, table.address, table.stride, y.address, y.stride,
         x.rows, size(x.width, {}) // dim, dim, size(table.width, {}) // 2,
     )  # fmt: skip
-    return Encoded("rope", fields, x.rows * x.width * 0.5)
+    return Encoded(instr.kernel, fields, x.rows * x.width * 0.5)
 
 
 def _kv_write(instr: micro.Dispatch, ops: Operands) -> Encoded:
@@ -385,6 +450,7 @@ ENCODERS: Mapping[str, Callable[[micro.Dispatch, Operands], Encoded]] = {
     "layer_norm": _norm,
     "rope_table": _rope_table,
     "rope": _rope,
+    "rope_pairs": _rope,
     "kv_write": _kv_write,
     "attention": _attention,
     "gated": _binary("gated", 1.5),
@@ -397,12 +463,16 @@ ENCODERS: Mapping[str, Callable[[micro.Dispatch, Operands], Encoded]] = {
     "view": _view,
     "rows": _rows,
     "sample": _sample,
+    "route": _route,
+    "expert_sum": _expert_sum,
+    "gated_clamped": _gated_clamped,
 }
 
 
 FLOATS_ONLY = frozenset(
-    {"rms_norm", "layer_norm", "rope", "gated", "activation", "add", "mul", "scale", "softcap"}
-)
+    {"rms_norm", "layer_norm", "rope", "rope_pairs", "gated", "activation", "add", "mul", "scale", "softcap",
+     "route", "expert_sum", "gated_clamped"}
+)  # fmt: skip
 
 
 def encode(instr: Compute, ops: Operands, bias: micro.BlockRef | None) -> Encoded:
@@ -414,6 +484,8 @@ def encode(instr: Compute, ops: Operands, bias: micro.BlockRef | None) -> Encode
     assert bias is None or op.startswith("linear."), instr
     if op.startswith("linear.") and function_of(op, instr.numerics or LINEAR_EXACT):
         return _linear(instr, ops, bias)
+    if op.startswith("expert_linear.") and function_of(op, instr.numerics or LINEAR_EXACT):
+        return _expert_linear(instr, ops)
     if op in KERNELS and op.startswith("embedding."):
         return _embedding(instr, ops)
     if op in ENCODERS:

@@ -14,6 +14,7 @@ from flashrt.ir.ops import (
     LINEAR_BF16,
     LINEAR_EXACT,
     LINEAR_I8,
+    PRODUCTS,
 )
 from flashrt.layouts import LAYOUTS, Layout
 
@@ -68,15 +69,31 @@ def _bf16(layout: Layout) -> dict[str, KernelEntry]:
     return {f"linear_amx.{layout.name}": entry}
 
 
+def _experts(products: Mapping[str, KernelEntry]) -> dict[str, KernelEntry]:
+    """For each product the one with experts: `linear_vnni.q8.16x32` → `expert_linear_vnni.q8.16x32`."""
+    return {
+        f"expert_{name}": KernelEntry(
+            "experts", "expert_product", (entry.module, entry.maker, *entry.args), requires=entry.requires
+        )
+        for name, entry in products.items()
+        if name.startswith("linear")
+    }
+
+
 PACKED = tuple(layout for layout in LAYOUTS.values() if layout.bits)
-KERNELS: Mapping[str, KernelEntry] = {
+_PRODUCTS: Mapping[str, KernelEntry] = {
     **{name: entry for layout in PACKED for name, entry in _i8(layout).items()},
     **{name: entry for layout in PACKED for name, entry in _bf16(layout).items()},
     **{name: entry for layout in LAYOUTS.values() for name, entry in _matrices(layout).items()},
+}
+KERNELS: Mapping[str, KernelEntry] = {
+    **_PRODUCTS,
+    **_experts(_PRODUCTS),
     "rms_norm": KernelEntry("norm", "rms_norm"),
     "layer_norm": KernelEntry("norm", "layer_norm"),
     "rope_table": KernelEntry("rope", "rope_table"),
     "rope": KernelEntry("rope", "rope"),
+    "rope_pairs": KernelEntry("rope", "rope_pairs"),
     "kv_write": KernelEntry("attention", "kv_write"),
     "attention": KernelEntry("attention", "attention"),
     "attention_tiles": KernelEntry("attention_tiles", "attention", requires=TILES),
@@ -86,6 +103,9 @@ KERNELS: Mapping[str, KernelEntry] = {
     "softcap": KernelEntry("elementwise", "softcap"),
     **{f"gated.{act}": KernelEntry("elementwise", "gated", (act,)) for act in _ACTS},
     **{f"activation.{act}": KernelEntry("elementwise", "activation", (act,)) for act in _ACTS},
+    "gated_clamped": KernelEntry("experts", "gated_clamped"),
+    "route": KernelEntry("experts", "route"),
+    "expert_sum": KernelEntry("experts", "expert_sum"),
     "copy": KernelEntry("elementwise", "copy"),
     "quantize": KernelEntry("elementwise", "quantize"),
     "quantize.bf16": KernelEntry("elementwise", "round_bf16"),
@@ -114,15 +134,19 @@ def candidates(kernel: str, numerics: str) -> tuple[str, ...]:
     op, _, layout = kernel.partition("+")[0].partition(".")
     if op == "attention":
         return tuple(name for n, name in _ATTENTIONS.items() if n == numerics)
-    if op != "linear":
+    if op not in PRODUCTS:
         return (kernel.partition("+")[0],)
-    return tuple(n for n in (f"{name}.{layout}" for name in _LINEARS.get(numerics, ())) if n in KERNELS)
+    prefix = op.removesuffix("linear")
+    return tuple(
+        n for n in (f"{prefix}{name}.{layout}" for name in _LINEARS.get(numerics, ())) if n in KERNELS
+    )
 
 
 EPILOGUES = ("", "+bias", "+residual", "+bias+residual")
 _PLAIN = (
     "rms_norm", "layer_norm", "rope_table", "rope", "gated", "activation",
     "add", "mul", "scale", "softcap", "slice", "view", "rows", "sample",
+    "route", "expert_sum", "gated_clamped",
 )  # fmt: skip
 
 
@@ -130,7 +154,16 @@ def offered() -> tuple[tuple[str, str], ...]:
     """(kernel, numerics) pairs as dispatches name them, epilogues included."""
     kinds = [(x, n) for n in _LINEARS for x in LAYOUTS if candidates(f"linear.{x}", n)]
     linears = [(f"linear.{x}{e}", n) for x, n in kinds for e in EPILOGUES]
+    experts = [(f"expert_linear.{x}", n) for x, n in kinds]
     tables = [(f"embedding.{x}", EXACT) for x in LAYOUTS]
     attentions = [("attention", n) for n in _ATTENTIONS]
     plain = [(name, EXACT) for name in _PLAIN]
-    return (*linears, *tables, *plain, *attentions, ("kv_write", EXACT), ("kv_write", KV_WRITE_BF16))
+    return (
+        *linears,
+        *experts,
+        *tables,
+        *plain,
+        *attentions,
+        ("kv_write", EXACT),
+        ("kv_write", KV_WRITE_BF16),
+    )

@@ -64,3 +64,25 @@ def rope() -> Any:
                 copy_bytes(y + 8 * half, x + 8 * half, 4 * (dim - 2 * half))
 
     return over_tokens(R.t, body)
+
+
+def rope_pairs() -> Any:
+    """As `rope`, of the channels 2i and 2i+1."""
+
+    @inner
+    def body(row, first, last):
+        heads, dim, half = word(row, R.heads), word(row, R.dim), word(row, R.half)
+        for item in range(first * heads, last * heads):
+            t, head = item // heads, item % heads
+            x = word(row, R.x) + 4 * (t * word(row, R.x_stride) + head * dim)
+            y = word(row, R.y) + 4 * (t * word(row, R.y_stride) + head * dim)
+            table = word(row, R.table) + 4 * t * word(row, R.table_stride)
+            for i in range(half):
+                even, odd = load_f32(x + 8 * i), load_f32(x + 8 * i + 4)
+                cos, sin = load_f32(table + 4 * i), load_f32(table + 4 * (half + i))
+                store_f32(y + 8 * i, even * cos - odd * sin)
+                store_f32(y + 8 * i + 4, odd * cos + even * sin)
+            if dim > 2 * half:
+                copy_bytes(y + 8 * half, x + 8 * half, 4 * (dim - 2 * half))
+
+    return over_tokens(R.t, body)

@@ -195,6 +195,78 @@ class Map(NamedTuple):
     rows: Dim
     width: Dim
     f64_by: Dim
+    f64_limit: Dim = 0
+
+
+class Route(NamedTuple):
+    """y[T, 2*top_k] = each token's best experts, by x[T, experts] logits, and their weights.
+
+    two: whether a group counts by its two best experts. scratch: of each thread, scratch_stride bytes apart.
+    """
+
+    x: Dim
+    x_stride: Dim
+    bias_at: Dim
+    bias: Dim
+    y: Dim
+    y_stride: Dim
+    t: Dim
+    experts: Dim
+    top_k: Dim
+    softmax: Dim
+    normalise: Dim
+    groups: Dim
+    top_groups: Dim
+    two: Dim
+    f64_scale: Dim
+    scratch: Dim
+    scratch_stride: Dim
+
+
+class Experts(NamedTuple):
+    """y[t*top_k, n] = x·wᵀ + bias with the rows of w[experts*n, k] of each pair's expert.
+
+    x: as a linear's; x_bytes: of a row. shared: whether the pairs of a token have one row. padded: whether
+    the kernel reads RUN rows. route[t, 2*top_k]. expert_bytes, unit_bytes: of an expert's weights, of 16 of
+    its channels. scratch: of each thread, scratch_stride bytes apart.
+    """
+
+    x: Dim
+    x_stride: Dim
+    x_bytes: Dim
+    shared: Dim
+    padded: Dim
+    w_at: Dim
+    w: Dim
+    expert_bytes: Dim
+    unit_bytes: Dim
+    y: Dim
+    y_stride: Dim
+    bias_at: Dim
+    bias: Dim
+    route: Dim
+    route_stride: Dim
+    t: Dim
+    n: Dim
+    k: Dim
+    experts: Dim
+    top_k: Dim
+    scratch: Dim
+    scratch_stride: Dim
+
+
+class ExpertSum(NamedTuple):
+    """out[t, width] = Σ over j of route[t, top_k + j] · y[t*top_k + j, width]."""
+
+    y: Dim
+    y_stride: Dim
+    route: Dim
+    route_stride: Dim
+    out: Dim
+    out_stride: Dim
+    t: Dim
+    width: Dim
+    top_k: Dim
 
 
 class Copy(NamedTuple):
@@ -261,6 +333,7 @@ TILE_SCRATCH = 2 * TILE * TILE_BLOCKS + TILE_RUNS * RUN * 128  # bytes: weight t
 TILED = 5  # tokens from which INT8 products use AMX tiles (amx_i8.py)
 SUM_BLOCKS = 6  # blocks whose sums lie in memory before they are scaled
 FEW = 16  # tokens of a step whose keys are shared out among threads (attention.py)
+WIDE = 32  # times 16 channels: what an expert's product makes at a time
 SHARED_BYTES = 1 << 20  # of their sums; steps that need more share out heads only
 
 
@@ -295,7 +368,10 @@ def sample_bytes(v: int) -> int:
     return -(-8 * v // 64) * 64 + 16 * SAMPLE_BUCKETS
 
 
-Fields = Linear | Embedding | Norm | RopeTable | Rope | KvWrite | Attention | Map | Copy | Quantize | Sample
+Fields = (
+    Linear | Embedding | Norm | RopeTable | Rope | KvWrite | Attention | Map | Copy | Quantize | Sample
+    | Route | Experts | ExpertSum
+)  # fmt: skip
 
 # words of the team's memory, each on a cache line of its own
 GO, CODE, EPOCH, DONE, ARRIVED, RELEASED, FAULT, SLEEPERS, QUIT, RECALL, TEAM = (64 * i for i in range(11))

@@ -12,7 +12,7 @@ import numpy as np
 from flashrt.backend import ABORT, I64, U8, Compute, Memory, Place, Rect
 from flashrt.backends.reference import attention as paged
 from flashrt.backends.reference.access import Access
-from flashrt.backends.reference.arrays import Array, attr_at
+from flashrt.backends.reference.arrays import Array, AttrMap, attr_at
 from flashrt.backends.reference.evaluate import evaluate_node
 from flashrt.backends.reference.kernels import Kernel, kernels, read_kernel
 from flashrt.backends.reference.quants import SCHEMES, dequantize
@@ -202,7 +202,9 @@ def _dispatch(
     elif kernel.op == "linear":
         if bias is not None:
             args.insert(2, access.block(bias, d.device, env))
-        dst[...] = _linear(args, out, d.numerics)
+        dst[...] = _product("linear", args, {}, out, d.numerics, len(dst))
+    elif kernel.op == "expert_linear":
+        dst[...] = _product("expert_linear", args, attrs, out, d.numerics, None)
     else:
         dst[...] = evaluate_node(kernel.op, args, attrs, out)
 
@@ -213,10 +215,15 @@ def _arrays(args: Sequence[micro.Arg], device: str, access: Access, env: Env) ->
     ]
 
 
-def _linear(args: list[Array], out: TensorType, numerics: str) -> Array:
-    """x is f32, or the u8 or bf16 that a `quantize` made of it; then it isn't quantised again."""
+def _product(
+    op: str, args: list[Array], attrs: AttrMap, out: TensorType, numerics: str, rows: int | None
+) -> Array:
+    """x is f32, or the u8 or bf16 that a `quantize` made of it; then it isn't quantised again.
+
+    rows: of x, without the padding that bf16 has (None: as many as there are).
+    """
     if args[0].dtype == ml_dtypes.bfloat16:
-        args[0] = args[0][: out.shape[0], : args[1].shape[1]].astype(np.float32)
+        args[0] = args[0][:rows, : args[1].shape[1]].astype(np.float32)
     if args[0].dtype == np.uint8:
         args[0], numerics = dequantize(args[0]), LINEAR_EXACT
-    return evaluate_node("linear", args, {}, out, numerics)
+    return evaluate_node(op, args, attrs, out, numerics)

@@ -10,9 +10,11 @@ import numpy as np
 from flashrt.backends.reference import aten, registry
 from flashrt.backends.reference import attention as paged
 from flashrt.backends.reference.arrays import DTYPE, Array, AttrMap, attr_at, shape_at, widen
+from flashrt.backends.reference.experts import EXPERTS, expert_linear
 from flashrt.backends.reference.ops import NAMED, linear
 from flashrt.errors import PlanError
 from flashrt.ir import logical
+from flashrt.ir.ops import PRODUCTS
 from flashrt.ir.types import SYMBOL, TensorType, Weight, show
 
 STATEFUL = ("kv_write", "attention", "flashrt.attention")
@@ -20,12 +22,12 @@ STATEFUL = ("kv_write", "attention", "flashrt.attention")
 
 def known(op: str) -> bool:
     """Whether the reference can compute this operation."""
-    return op == "linear" or op in NAMED or op in STATEFUL or aten.find(op) is not None
+    return op in PRODUCTS or op in NAMED or op in EXPERTS or op in STATEFUL or aten.find(op) is not None
 
 
 def unknown(op: str) -> PlanError:
     """The error for an operation the reference can't compute."""
-    names = [*NAMED, "linear", *STATEFUL, *(f"aten.{name}" for name in aten.ATEN)]
+    names = [*NAMED, *EXPERTS, *PRODUCTS, *STATEFUL, *(f"aten.{name}" for name in aten.ATEN)]
     close = difflib.get_close_matches(op, names, 6, 0.5) or sorted(NAMED)
     return PlanError(
         f"the reference has no operation {op!r}",
@@ -48,7 +50,7 @@ def evaluate_node(
         inputs: its values and weights. Half floats are computed on in float32.
         attrs: its attributes with sizes as numbers. For aten: the arguments that aren't tensors.
         out: its type with a shape of numbers; the result has exactly this dtype and shape.
-        numerics: the node's; matters to `linear` and `attention`.
+        numerics: the node's; matters to products and `attention`.
         kv: the state of an attention, f32[P,2,Hk,16,D]; written in place.
 
     Raises:
@@ -58,6 +60,10 @@ def evaluate_node(
     with np.errstate(all="ignore"):
         if op == "linear":
             got: Array = linear(wide, numerics)
+        elif op == "expert_linear":
+            got = expert_linear(wide, attrs, numerics)
+        elif op in EXPERTS:
+            got = EXPERTS[op](wide, attrs, out)
         elif op in NAMED:
             got = NAMED[op](wide, attrs, out)
         elif op in ("attention", "flashrt.attention"):

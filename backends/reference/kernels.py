@@ -54,6 +54,8 @@ def kernels() -> tuple[tuple[str, str], ...]:
         if op == "linear":
             names = [f"linear.{layout}{epilogue}" for layout in LAYOUTS for epilogue in EPILOGUES]
             pairs += [(name, numerics) for name in names for numerics in _LINEAR]
+        elif op == "expert_linear":
+            pairs += [(f"{op}.{layout}", numerics) for layout in LAYOUTS for numerics in _LINEAR]
         elif entry.weighted is not None:
             pairs += [(f"{op}.{layout}", entry.numerics) for layout in LAYOUTS]
         elif op == "attention":

@@ -140,6 +140,17 @@ def _rope(inputs: Sequence[Array], attrs: AttrMap, out: TensorType) -> Array:
     return rotate(real(inputs[0]), real(inputs[1]), attrs["head_dim"])
 
 
+def _rope_pairs(inputs: Sequence[Array], attrs: AttrMap, out: TensorType) -> Array:
+    x, table = real(inputs[0]), real(inputs[1])
+    half, dim = table.shape[1] // 2, attrs["head_dim"]
+    heads = x.reshape(len(x), -1, dim)
+    cos, sin = table[:, None, :half], table[:, None, half:]
+    even, odd = heads[..., : 2 * half : 2], heads[..., 1 : 2 * half : 2]
+    y = heads.copy()
+    y[..., : 2 * half : 2], y[..., 1 : 2 * half : 2] = even * cos - odd * sin, odd * cos + even * sin
+    return y.reshape(x.shape)
+
+
 def _gated(inputs: Sequence[Array], attrs: AttrMap, out: TensorType) -> Array:
     return activate(attrs["act"], inputs[0]) * real(inputs[1])
 
@@ -164,6 +175,7 @@ NAMED: Mapping[str, Op] = {
     "layer_norm": _layer_norm,
     "rope_table": _rope_table,
     "rope": _rope,
+    "rope_pairs": _rope_pairs,
     "gated": _gated,
     "activation": _activation,
     "add": lambda inputs, attrs, out: inputs[0] + inputs[1],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,8 @@ from flashrt.cli.options import (
     Model,
     Numerics,
     Placed,
+    Quantize,
+    QuantizeExclude,
     Tokens,
     Without,
     obtain,
@@ -64,6 +67,14 @@ def compile_(
     device: Devices = None,
     budget: Budgets = None,
     place: Placed = None,
+    quantize: Quantize = None,
+    quantize_exclude: QuantizeExclude = None,
+    quality: Annotated[
+        bool,
+        typer.Option(
+            "--quality", help="measure what rounded weights cost: runs a short text with and without rounding"
+        ),
+    ] = False,
     fresh: Fresh = False,
     debug_graph: Annotated[Level | None, typer.Option(help="print this level instead of the summary")] = None,
     form: Annotated[Form | None, typer.Option("--format", help="of the dump (default: text)")] = None,
@@ -88,7 +99,7 @@ def compile_(
     begun = time.perf_counter()
     stages: list[Stage] = []
     source = models.find(model)
-    chosen = Chosen(context, tokens, without, numerics, device, budget, place)
+    chosen = Chosen(context, tokens, without, numerics, device, budget, place, quantize, quantize_exclude)
     if source.kind == "plan" and output is not None:
         chosen.refuse_for_plan(model)
         compiled = engine.Compiled(engine.seal(Path(source.place)), cached=False)
@@ -102,10 +113,14 @@ def compile_(
         _dump(_graph(plan, debug_graph, variant), form or Form.text, node or "", kernel or "")
         return
     facts = _summary(plan, compiled.cached, stages) | {"seconds": time.perf_counter() - begun}
+    if quality:
+        facts["quality"] = _quality(model, plan, chosen)
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=1) + "\n")
     else:
         _print_summary(facts)
+        if quality:
+            say(_told_quality(facts["quality"]))
         say(_told(facts, output, source.kind == "plan"))
 
 
@@ -200,6 +215,22 @@ def _variant(variant: Variant) -> dict[str, Any]:
         "activation_bytes": sum(nbytes for _, nbytes in stream.arenas),
         "estimate_us": estimate(variant),
     }
+
+
+def _quality(model: str, plan: Plan, chosen: Chosen) -> dict[str, Any]:
+    """Figures of `flashrt.profiler.quality`, against the same model compiled without loss."""
+    from flashrt.profiler.quality import measure
+
+    lossless = obtain(model, replace(chosen, quantize="lossless", quantize_exclude=None)).plan
+    with progress("measuring quality"):
+        return asdict(measure(plan, lossless))
+
+
+def _told_quality(found: dict[str, Any]) -> str:
+    return (
+        f"perplexity {found['perplexity']:.2f}, without rounding {found['lossless_perplexity']:.2f}; "
+        f"the same likeliest token after {found['agreement']:.1%} of {found['tokens']} tokens"
+    )
 
 
 def _print_summary(facts: dict[str, Any]) -> None:

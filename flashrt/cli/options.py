@@ -31,7 +31,8 @@ class Mode(StrEnum):
 Model = Annotated[
     str,
     typer.Argument(
-        help="a .gguf file, Hugging Face folder or repo id, .pt2, .logical, plan folder, or alias (smollm2)"
+        help="a .gguf file, Hugging Face folder or repo id, .pt2, .onnx, .logical, module:function, plan "
+        "folder, or alias (smollm2)"
     ),
 ]
 Context = Annotated[
@@ -85,6 +86,21 @@ Placed = Annotated[
         "of operations, modules and weights",
     ),
 ]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        help="round matrices that take more bits: q4, q8 or bf16; or lossless: K-quants of a GGUF file that "
+        "are rounded otherwise (Q4_K, Q6_K, …) stay as they are, in float32",
+    ),
+]
+QuantizeExclude = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize-exclude",
+        metavar="NAME[,NAME…]",
+        help="what --quantize leaves alone: embedding, lm_head, or other parts of operations' names",
+    ),
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="compile even if the cache has the plan")]
 Threads = Annotated[int | None, typer.Option(min=1, help="threads of the CPU team (default: one a core)")]
 Live = Annotated[
@@ -109,6 +125,8 @@ class Chosen:
     device: list[str] | None
     budget: list[str] | None = None
     place: list[str] | None = None
+    quantize: str | None = None
+    quantize_exclude: str | None = None
 
     def options(self) -> CompileOptions:
         """The same for the compiler. Raises PlanError for a pass that can't be left out."""
@@ -120,14 +138,25 @@ class Chosen:
 
             check_names(names)
         mode = (self.numerics or Mode.exact).value
+        if self.quantize:
+            from flashrt.passes.storage import check_name
+
+            check_name(self.quantize)
+        elif self.quantize_exclude:
+            raise RequestError(
+                "--quantize-exclude goes with --quantize", hint="add --quantize q8, for instance"
+            )
         return CompileOptions(
             context=self.context, tokens=self.tokens or TOKENS, without=names, numerics=mode,
-            pins=pins_of(self.place),
+            pins=pins_of(self.place), quantize=self.quantize or "",
+            quantize_exclude=tuple(p.strip() for p in (self.quantize_exclude or "").split(",") if p.strip()),
         )  # fmt: skip
 
     def refuse_for_plan(self, model: str, fresh: bool = False) -> None:
         """Raises RequestError for choices that a plan has made already."""
-        given = {f"--{f.name}": getattr(self, f.name) for f in fields(self)} | {"--fresh": fresh}
+        given = {f"--{f.name.replace('_', '-')}": getattr(self, f.name) for f in fields(self)} | {
+            "--fresh": fresh
+        }
         if names := [name for name, value in given.items() if value]:
             raise RequestError(
                 f"{model} is a plan: {', '.join(names)} can't change it any more",

@@ -1,4 +1,4 @@
-"""`flashrt run`: a language model answers a prompt, or talks."""
+"""`flashrt run`: a language model answers a prompt, or talks; any other model turns arrays into arrays."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashrt.cli.arrays import run_arrays
 from flashrt.cli.options import (
     Budgets,
     Chosen,
@@ -22,6 +24,8 @@ from flashrt.cli.options import (
     Model,
     Numerics,
     Placed,
+    Quantize,
+    QuantizeExclude,
     Threads,
     Tokens,
     Without,
@@ -55,6 +59,12 @@ def run_(
     stop: Annotated[list[str] | None, typer.Option(help="text that ends the answer (repeatable)")] = None,
     seed: Annotated[int | None, typer.Option(help="repeats a random choice")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on to --max-tokens")] = False,
+    input: Annotated[
+        Path | None, typer.Option(metavar="NPZ", help="of any other model: its inputs, by their names")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="NPZ", help="where its outputs are written to")
+    ] = None,
     context: Context = None,
     tokens: Tokens = None,
     threads: Threads = None,
@@ -63,6 +73,8 @@ def run_(
     device: Devices = None,
     budget: Budgets = None,
     place: Placed = None,
+    quantize: Quantize = None,
+    quantize_exclude: QuantizeExclude = None,
     live: Live = None,
     fresh: Fresh = False,
     as_json: Json = False,
@@ -70,15 +82,29 @@ def run_(
     """Runs a language model: streams the answer, ends with its speed and memory.
 
     Ctrl-C ends the answer within a step. The figures go to stderr, the answer to stdout.
+    Any other model runs once on the arrays of --input.
     """
     from flashrt.llm.request import Sampling
+
+    chosen = Chosen(context, tokens, without, numerics, device, budget, place)
+    if input is not None or output is not None:
+        if source or interactive or raw or system or prompt is not None:
+            raise RequestError(
+                "--input and --output go without a prompt: they are for models of another kind"
+            )
+        run_arrays(model, chosen, input, output, threads=threads, fresh=fresh, as_json=as_json)
+        return
 
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalty=penalty,
         max_tokens=max_tokens, stop=tuple(stop or ()), seed=seed, ignore_eos=ignore_eos,
     )  # fmt: skip
     _check_choices(source, prompt, interactive, raw, system, as_json)
-    compiled = obtain(model, Chosen(context, tokens, without, numerics, device, budget, place), fresh=fresh)
+    compiled = obtain(
+        model,
+        Chosen(context, tokens, without, numerics, device, budget, place, quantize, quantize_exclude),
+        fresh=fresh,
+    )
     text = _stdin() if source else prompt
     with open_model(model, compiled, threads, live=live) as llm:
         if interactive:

@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -48,10 +49,18 @@ def load_export(path: str | Path, *, largest: int = LARGEST) -> Imported:
     path = Path(path)
     program = _read(path)
     graph = trace.import_program(program, path.stem, symbols=())
-    graph = _with_symbols(graph, program, largest)
+    graph = with_symbols(graph, program, largest)
     sources = [s for w in graph.weights for s in w.sources]
     index = _index(path, program, sources)
-    constants = {s: _values(program, s) for s in sources if s not in index.tensors}
+    constants = {s: values_of(program, s) for s in sources if s not in index.tensors}
+    return Imported(bind(graph, index, constants), index, constants)
+
+
+def imported(program: Any, name: str, largest: int) -> Imported:
+    """A program that is in no file: its weights become constants."""
+    graph = with_symbols(trace.import_program(program, name, symbols=()), program, largest)
+    constants = {s: values_of(program, s) for w in graph.weights for s in w.sources}
+    index = WeightIndex((), {})
     return Imported(bind(graph, index, constants), index, constants)
 
 
@@ -65,7 +74,7 @@ def _read(path: Path) -> Any:
                     f"{path} is a zip archive, but no torch.export program",
                     hint="write it with torch.export.save(torch.export.export(module, args), path)",
                 )
-        with _quiet():
+        with quiet():
             return torch.export.load(path)
     except zipfile.BadZipFile:
         raise ModelError(
@@ -80,7 +89,7 @@ def _read(path: Path) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """torch logs a traceback before it raises; the error we raise says it already."""
     logger = logging.getLogger("torch.export")
     before = logger.level
@@ -92,13 +101,15 @@ def _quiet() -> Iterator[None]:
 
 
 # ---- symbols -----------------------------------------------------------------
-def _with_symbols(graph: Graph, program: Any, largest: int) -> Graph:
-    """Declares every symbol that occurs, with the program's range."""
-    ranges = {str(symbol): bounds for symbol, bounds in program.range_constraints.items()}
-    hints = _hints(program)
+def with_symbols(
+    graph: Graph, program: Any, largest: int, names: Mapping[str, str] = MappingProxyType({})
+) -> Graph:
+    """Declares every symbol that occurs, with the program's range. names: torch's symbol → the graph's."""
+    ranges = {names.get(str(s), str(s)): bounds for s, bounds in program.range_constraints.items()}
+    hints = {names.get(s, s): hint for s, hint in _hints(program).items()}
     declared = []
     for name in sorted(_used(graph)):
-        if name not in ranges or name.startswith("u"):
+        if name not in ranges or (name.startswith("u") and name not in names.values()):
             raise UnsupportedModel(f"{graph.name} has a size that depends on data ({name})")
         lo = max(1, _bound(ranges[name].lower, 1))
         hi = _bound(ranges[name].upper, max(largest, lo))
@@ -176,7 +187,8 @@ def _data_offset(file: Any, member: zipfile.ZipInfo) -> int:
     return int(member.header_offset) + _LOCAL_HEADER + name + extra
 
 
-def _values(program: Any, source: str) -> NDArray[np.generic]:
+def values_of(program: Any, source: str) -> NDArray[np.generic]:
+    """A weight or constant of a program; half precision as float32."""
     value = program.constants.get(source, program.state_dict.get(source))
     assert isinstance(value, torch.Tensor), source
     value = value.detach().cpu()

@@ -18,16 +18,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from flashrt import knobs
 from flashrt.errors import UnsupportedModel
-from flashrt.frontend import hooks, lm, rope, shrink, trace
+from flashrt.frontend import experts, hooks, lm, names, rope, shrink, trace
+from flashrt.frontend.hf import ADVICE
 
 ROW_TOLERANCE = 1e-6  # of the largest logit, in float64
 LOGIT_TOLERANCE = 1e-3  # of the largest logit; transformers computes in float32
@@ -48,7 +51,7 @@ def check(config: Any, context: int) -> None:
     if reason:
         raise UnsupportedModel(
             f"{config.model_type} is refused: {reason}",
-            hint="flashrt runs models whose only link between tokens is attention",
+            hint=ADVICE,
         )
 
 
@@ -60,11 +63,15 @@ def judge(config: Any, context: int) -> str:
         program = lm.export(model, "cpu")
     except UnsupportedModel as error:
         return error.what
-    return (
-        _sites(program, int(config.num_hidden_layers))
-        or _rows(program, int(config.vocab_size), min(context, config.max_position_embeddings or context))
-        or _logits(program, model, int(config.vocab_size))
-    )
+    vocab, longest = int(config.vocab_size), getattr(config, "max_position_embeddings", None) or context
+    try:
+        return (
+            _sites(program, int(config.num_hidden_layers))
+            or _rows(program, vocab, min(context, longest))
+            or _logits(program, model, vocab)
+        )
+    except Exception as error:  # whatever a model's code makes of the check's inputs
+        return f"it fails when it is tried for safety: {lm.told(error)}"
 
 
 def _randomise(model: torch.nn.Module) -> None:
@@ -81,9 +88,12 @@ def _randomise(model: torch.nn.Module) -> None:
 
 # ---- the three checks: each returns a reason, or "" --------------------------
 def _sites(program: Any, layers: int) -> str:
-    sites = sum(node.target is torch.ops.flashrt.attention.default for node in program.graph.nodes)
-    if sites < layers:
-        return f"{layers - sites} of {layers} layers have no attention that could be hooked"
+    sites = [n for n in program.graph.nodes if n.target is torch.ops.flashrt.attention.default]
+    if len(sites) < layers:
+        places = " ".join(names.module_path(n.meta.get("nn_module_stack")) for n in sites)
+        without = sorted(set(range(layers)) - {int(i) for i in re.findall(r"\.(\d+)\b", places)})
+        told = f" (of the small model: {', '.join(map(str, without))})" if without and sites else ""
+        return f"{layers - len(sites)} of {layers} layers have no attention that could be hooked{told}"
     return ""
 
 
@@ -99,12 +109,31 @@ def _rows(program: Any, vocab: int, longest: int) -> str:
     whole = run(torch.arange(TOKENS))
     some = torch.randperm(TOKENS, generator=generator)[: TOKENS // 2 + 1]
     tries = [some, *torch.arange(TOKENS).split(1)]
-    worst = max(float((run(rows) - whole[rows]).abs().max()) for rows in tries)
-    leak = worst / max(float(whole.abs().max()), 1e-6)
+    errors = [float((run(rows) - whole[rows]).abs().max()) for rows in tries]
+    leak = max(errors) / max(float(whole.abs().max()), 1e-6)
     if not leak < ROW_TOLERANCE:
+        rows = tries[int(np.argmax(errors))]
         return (
-            f"its tokens influence each other outside attention (logits differ by {leak:.0e} of the largest)"
+            f"its tokens influence each other outside attention{_where(program, ids, positions, rows)} "
+            f"(logits differ by {leak:.0e} of the largest)"
         )
+    return ""
+
+
+def _where(program: Any, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> str:
+    """The module in which the rows' values first differ from those in the whole batch."""
+    whole: dict[str, torch.Tensor] = {}
+    some: dict[str, torch.Tensor] = {}
+    _run(program, _one_token, ids, positions, whole)
+    _run(program, _one_token, ids[rows], positions[rows], some)
+    for node in program.graph.nodes:
+        a, b = whole.get(node.name), some.get(node.name)
+        if a is None or b is None or not a.is_floating_point() or a.dim() != b.dim():
+            continue
+        for axis in [i for i, (n, m) in enumerate(zip(a.shape, b.shape, strict=True)) if n != m][:1]:
+            a = a.index_select(axis, rows) if a.shape[axis] == TOKENS else a
+        if a.shape != b.shape or not float((a - b).abs().max()) <= ROW_TOLERANCE * float(1 + a.abs().max()):
+            return f" in {names.strip(names.module_path(node.meta.get('nn_module_stack')), [lm.WRAPPER])}"
     return ""
 
 
@@ -148,15 +177,23 @@ def _attend(
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(-1, q.shape[0], 1)], -1)
     weights = scores.softmax(-1)[..., : q.shape[0]]
-    return torch.einsum("hqk,khd->qhd", weights, v)
+    return torch.einsum("hqk,khd->qhd", weights, v).contiguous()  # models go on with `view`
 
 
 class _Double(torch.fx.Interpreter):
-    """Runs a graph with every float as float64 and attention as given."""
+    """Runs a graph with every float as float64 and attention as given. kept: takes every node's value."""
 
-    def __init__(self, module: torch.fx.GraphModule, attention: Attention) -> None:
+    def __init__(
+        self, module: torch.fx.GraphModule, attention: Attention, kept: dict[str, torch.Tensor] | None = None
+    ) -> None:
         super().__init__(module)
-        self.attention = attention
+        self.attention, self.kept = attention, kept
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        value = super().run_node(n)
+        if self.kept is not None and isinstance(value, torch.Tensor) and n.op == "call_function":
+            self.kept[n.name] = value.clone()
+        return value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops.flashrt.attention.default:
@@ -175,7 +212,13 @@ def _widen(value: Any) -> Any:
     return value
 
 
-def _run(program: Any, attention: Attention, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _run(
+    program: Any,
+    attention: Attention,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    kept: dict[str, torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Logits of every token."""
     held = {**program.state_dict, **program.constants}
     names = trace.bindings(program)
@@ -183,7 +226,7 @@ def _run(program: Any, attention: Attention, ids: torch.Tensor, positions: torch
     places = [n.name for n in program.graph.nodes if n.op == "placeholder"]
     values = [_widen(held[names[p]].detach()) if p in names else next(given) for p in places]
     with torch.no_grad():
-        logits: torch.Tensor = _Double(program.graph_module, attention).run(*values)[0]
+        logits: torch.Tensor = _Double(program.graph_module, attention, kept).run(*values)[0]
     return logits
 
 
@@ -198,7 +241,7 @@ def _key(small: Any, context: int) -> str:
     facts = {k: v for k, v in small.to_dict().items() if k not in incidental}
     versions = [version("torch"), version("transformers")]
     text = json.dumps([type(small).__name__, facts, context, versions], sort_keys=True, default=str)
-    code = [Path(str(module.__file__)).read_bytes() for module in (lm, hooks, rope, shrink, trace)]
+    code = [Path(str(module.__file__)).read_bytes() for module in (lm, hooks, experts, rope, shrink, trace)]
     return hashlib.sha256(b"\0".join([text.encode(), Path(__file__).read_bytes(), *code])).hexdigest()[:32]
 
 

@@ -1,8 +1,7 @@
 """GGUF files: header → transformers configuration → traced graph, with weights left where they lie.
 
-Matrices in Q4_0, Q4_1, Q8_0, F32, F16 and BF16 keep their bits in the packed
-layout. Those in other formats (Q5_0, Q5_1, the K-quants, IQ…) are de-quantised
-to f32 when they are read, as the `gguf` package does it.
+Each matrix is kept in the packed layout that `flashrt.weights.index.NATIVE_LAYOUT` names for its format;
+which of them lose something, and how much, stands there.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ from typing import Any
 from flashrt.errors import ModelError, UnsupportedModel
 from flashrt.frontend import gguf_config
 from flashrt.frontend.bind import bind
-from flashrt.frontend.gguf_header import Header, TensorInfo, read_header
+from flashrt.frontend.expert_weights import arrange
+from flashrt.frontend.gguf_header import Header, TensorInfo
+from flashrt.frontend.gguf_shards import read_shards
 from flashrt.frontend.gguf_tokenizer import chat_facts
 from flashrt.frontend.imported import Imported
 from flashrt.ir.types import Weight
@@ -28,14 +29,14 @@ def load_gguf(path: str | Path, *, context: int | None = None) -> Imported:
     """A GGUF language model as data: graph, weight index, constants, chat facts. Reads no weights.
 
     Args:
-        path: the .gguf file.
+        path: the .gguf file, of a model in several (`-00001-of-00003.gguf`) any of them.
         context: the longest sequence, in tokens; the model's own length by default.
 
     Raises:
         ModelError: the file is damaged or incomplete; names file and key or tensor.
         UnsupportedModel: an architecture, tokenizer or setting that isn't supported.
     """
-    header = read_header(path)
+    header = read_shards(path)
     longest = int(gguf_config.config_values(header)["max_position_embeddings"])
     index = weight_index(header)
     chat = chat_facts(header, longest, header.tensor("token_embd.weight").shape[0])
@@ -44,6 +45,7 @@ def load_gguf(path: str | Path, *, context: int | None = None) -> Imported:
     config = make_config(header)
     context = hf.longest(config, context)
     graph, constants, _ = hf.trace_config(config, name=_name(header), context=context)
+    graph, index = arrange(graph, index)
     graph = bind(graph, index, constants)
     _refuse_unused(header, graph.weights, index)
     return Imported(graph, index, constants, replace(chat, context=context))
@@ -72,7 +74,7 @@ def weight_index(header: Header) -> WeightIndex:
         tensors[fqn] = _tensor(header, header.tensors[name], rotated, shift)
     if _HEAD not in tensors and _EMBEDDING in tensors:
         tensors[_HEAD] = tensors[_EMBEDDING]  # a tied head isn't stored
-    return WeightIndex((file_entry(header.path),), tensors)
+    return WeightIndex(tuple(map(file_entry, header.paths)), tensors)
 
 
 def _tensor(header: Header, info: TensorInfo, heads: int, shift: float) -> Tensor:
@@ -81,7 +83,7 @@ def _tensor(header: Header, info: TensorInfo, heads: int, shift: float) -> Tenso
             f"{header.path}: tensor {info.name} of {info.shape[0]} rows doesn't fit {heads} heads"
         )
     return Tensor(
-        info.name, 0, info.offset, info.bytes, info.format, info.shape, rope_heads=heads, shift=shift
+        info.name, info.file, info.offset, info.bytes, info.format, info.shape, rope_heads=heads, shift=shift
     )
 
 

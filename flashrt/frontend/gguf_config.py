@@ -27,6 +27,11 @@ _GEMMA_BLOCK = _BLOCK | {
     "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
+_EXPERTS_BLOCK = _BLOCK | {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}  # fmt: skip
 _PHI3_BLOCK = _BLOCK | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
 # Tensors that hold RoPE factors: they become part of the configuration.
@@ -142,14 +147,11 @@ def _disagrees(header: Header, key: str, value: object, other: str) -> ModelErro
 
 
 def _refuse_strange(header: Header) -> None:
-    if (parts := header.get("split.count", int, 1)) > 1:
-        raise UnsupportedModel(
-            f"{header.path} is one of {parts} parts of a model (split.count)",
-            hint="join them first: llama-gguf-split --merge",
-        )
     for key in _STRANGE:
         if key == _ATTENTION_FACTOR and FACTORS[1] in header.tensors:
             continue  # read together with the factors
+        if key == "expert_count" and "ffn_gate_inp" in architecture(header).block:
+            continue
         value = header.metadata.get(_key(header, key))
         if value is not None and not (isinstance(value, int | float) and value in (0, 1)):
             raise UnsupportedModel(
@@ -245,6 +247,15 @@ def _qwen(header: Header, values: dict[str, Any]) -> dict[str, Any]:
     return {"use_sliding_window": False}
 
 
+def _qwen3_moe(header: Header, values: dict[str, Any]) -> dict[str, Any]:
+    return _qwen(header, values) | {
+        "num_experts": _int(header, "expert_count"),
+        "num_experts_per_tok": _int(header, "expert_used_count"),
+        "moe_intermediate_size": _int(header, "expert_feed_forward_length"),
+        "norm_topk_prob": True,  # as every model of this architecture
+    }
+
+
 def _gemma(header: Header, values: dict[str, Any], largest: int) -> dict[str, Any]:
     """largest: layers of the family's biggest model, which alone scales attention by hidden/heads."""
     _full_rotation(header, values)
@@ -296,6 +307,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _llama, pairwise=True),
     "qwen2": Architecture("qwen2", _qwen),
     "qwen3": Architecture("qwen3", _qwen),
+    "qwen3moe": Architecture("qwen3_moe", _qwen3_moe, _EXPERTS_BLOCK),
     "gemma2": Architecture("gemma2", _gemma2, _GEMMA_BLOCK, norm_shift=-1.0),
     "gemma3": Architecture("gemma3_text", _gemma3, _GEMMA_BLOCK, norm_shift=-1.0),
     "phi3": Architecture("phi3", _phi3, _PHI3_BLOCK),

@@ -41,18 +41,22 @@ _BROKEN = "the file is damaged or wasn't written by a GGUF converter: fetch or c
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor. shape: row-major, output channels first. offset: in the file; bytes: there."""
+    """One tensor. shape: row-major, output channels first. offset: in the file; bytes: there.
+
+    file: which of a model's files, when it is in several.
+    """
 
     name: str
     format: str
     shape: tuple[int, ...]
     offset: int
     bytes: int
+    file: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a GGUF file says about itself. size: bytes of the file.
+    """What a GGUF file says about itself. size: bytes of the file. others: the model's further files.
 
     Metadata values are bool, int, float, str, list[str] or numpy arrays.
     """
@@ -61,6 +65,12 @@ class Header:
     size: int
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
+    others: tuple[Path, ...] = ()
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files of the model; `TensorInfo.file` counts them."""
+        return (self.path, *self.others)
 
     @overload
     def get(self, key: str, kind: type[V]) -> V: ...
@@ -101,7 +111,7 @@ class Header:
         info = self.tensor(name)
         if info.format != "F32":
             raise ModelError(f"{self.path}: tensor {name} is {info.format}, not F32", hint=_BROKEN)
-        with open(self.path, "rb") as file:
+        with open(self.paths[info.file], "rb") as file:
             file.seek(info.offset)
             return np.frombuffer(file.read(info.bytes), np.float32).reshape(info.shape)
 

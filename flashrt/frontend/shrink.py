@@ -9,6 +9,7 @@ from typing import Any
 from flashrt.errors import UnsupportedModel
 
 HEAD = 16  # channels of a head
+CAP = 1.0  # of attention's scores: few of the check's are below, so that a cap shows
 WINDOW = 8  # tokens of a sliding window: fewer than the check's sequences have
 LAYERS = 4  # at most
 
@@ -22,7 +23,8 @@ _SIZES: Mapping[str, int] = {
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
     "qk_head_dim": 24, "hidden_size_per_layer_input": 16, "word_embed_proj_dim": 0, "embedding_size": 0,
 }  # fmt: skip
-_WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "window_size")
+_WINDOWS = ("local_attention", "attention_chunk_size")  # and whatever has "window" in its name
+_CAPS = ("attn_logit_softcapping", "attention_logit_cap", "attn_logit_cap")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_query_groups")
 _FACTORS = ("short_factor", "long_factor")
 _LONGEST = 2048
@@ -56,11 +58,16 @@ def _reduce(facts: dict[str, Any], names: Mapping[str, str]) -> None:
     width = heads * HEAD + (HEAD if facts[hidden] != own_head * old_heads else 0)
     for name, value in _SIZES.items():
         _put(facts, names.get(name, name), value or width)
+    if facts.get("qk_rope_head_dim"):
+        _put(facts, "head_dim", _SIZES["qk_rope_head_dim"])  # with latent attention, what RoPE turns
     for name in _KV_HEADS:
         _put(facts, names.get(name, name), kv_heads)
-    for name in _WINDOWS:
-        if facts.get(name):
+    for name in filter(_is_window, facts):
+        if type(facts[name]) is int and facts[name] > WINDOW:
             facts[name] = WINDOW
+    for name in _CAPS:
+        if facts.get(name):
+            facts[name] = CAP
     facts[hidden], facts[count] = width, heads
     longest = names.get("max_position_embeddings", "max_position_embeddings")
     if isinstance(facts.get(longest), int) and "original_max_position_embeddings" not in str(facts):
@@ -68,6 +75,10 @@ def _reduce(facts: dict[str, Any], names: Mapping[str, str]) -> None:
         facts[longest] = min(facts[longest], _LONGEST)
     _layers(facts, layers, int(facts[layers]))
     _trim_factors(facts)
+
+
+def _is_window(name: str) -> bool:
+    return name in _WINDOWS or ("window" in name and not name.endswith("layers"))
 
 
 def _put(facts: dict[str, Any], name: str, value: int) -> None:
@@ -89,12 +100,21 @@ def _layers(facts: dict[str, Any], name: str, count: int) -> None:
     lists = [
         k for k, v in facts.items() if isinstance(v, list) and len(v) == count and not k.endswith("token_id")
     ]
-    kinds = [tuple(str(facts[k][i]) for k in lists) for i in range(count)]
+    own = {int(i): values for i, values in (facts.get("per_layer_config") or {}).items()}
+    kinds = [(str(own.get(i)), *(str(facts[k][i]) for k in lists)) for i in range(count)]
     kept = sorted({kinds.index(k) for k in kinds})[:LAYERS]
     kept += [i for i in range(count) if i not in kept][: max(0, 2 - len(kept))]
+    kept.sort()
     for key in lists:
-        facts[key] = [facts[key][i] for i in sorted(kept)]
+        facts[key] = [facts[key][i] for i in kept]
+    if own:
+        facts["per_layer_config"] = {at: _own(own[i]) for at, i in enumerate(kept) if i in own}
     facts[name] = len(kept)
+
+
+def _own(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a layer has of its own, smaller, yet unlike the others'."""
+    return {k: 2 * _SIZES[k] if v is not None and _SIZES.get(k) else v for k, v in values.items()}
 
 
 def _trim_factors(facts: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ def _mod(a: Dim, b: Dim) -> Dim:
 _FUNCTIONS: Mapping[str, Callable[[Dim, Dim], Dim]] = {
     "FloorDiv": _floordiv, "CleanDiv": _floordiv, "Mod": _mod, "PythonMod": _mod,
 }  # fmt: skip
+_OF_VALUES = re.compile(r"u\d+")  # torch's name for a size that it doesn't know beforehand
 _FOLDS: Mapping[str, Callable[..., Dim]] = {"Max": maximum, "Min": minimum}
 
 
@@ -28,10 +30,12 @@ def read_expr(expr: Any, names: Mapping[str, str]) -> Dim:
     """A sympy expression over torch's symbols (`s77`) as a size over ours.
 
     Raises:
-        UnsupportedModel: it uses a function that sizes don't have.
+        UnsupportedModel: it uses a function that sizes don't have, or depends on values.
     """
     if expr.is_Integer:
         return int(expr)
+    if expr.is_Symbol and _OF_VALUES.fullmatch(expr.name) and expr.name not in names:
+        raise UnsupportedModel("the size of a traced value depends on other values, not on sizes alone")
     if expr.is_Symbol:
         return sym(names.get(expr.name, expr.name))
     args = [read_expr(a, names) for a in expr.args]

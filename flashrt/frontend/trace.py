@@ -130,7 +130,15 @@ class _Reader:
 
     # ---- nodes
     def read(self, node: torch.fx.Node) -> None:
-        """Adds the drafts of one call."""
+        """Adds the drafts of one call. An error names the module."""
+        try:
+            self.read_one(node)
+        except UnsupportedModel as error:
+            place = names.strip(names.module_path(node.meta.get("nn_module_stack")), self.prefixes)
+            where = f" (in {place})" if place else ""
+            raise UnsupportedModel(f"{error.what}{where}", lines=error.lines, hint=error.hint) from error
+
+    def read_one(self, node: torch.fx.Node) -> None:
         value = node.meta.get("val")
         if node.target is operator.getitem:
             self.read_result(node)
@@ -169,7 +177,7 @@ class _Reader:
         if op == "aten.expand":
             others["size"] = kind.shape  # type: ignore[assignment]
         if isinstance(source, list | tuple):
-            source = source[0]
+            source = source[0] if source else None  # zeros([]) has an empty shape there
         if not _is_tensor(source):
             return
         shape = self.type_of(_type(source)).shape

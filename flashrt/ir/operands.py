@@ -12,7 +12,7 @@ from typing import NamedTuple
 from flashrt.ir import micro, ops
 from flashrt.ir.law import Violation
 from flashrt.ir.memory import MemoryMap, named
-from flashrt.ir.types import Attrs, TensorType, Value
+from flashrt.ir.types import Attrs, Dim, TensorType, Value
 from flashrt.layouts import LAYOUTS, packed_bytes
 
 Types = Sequence[TensorType]
@@ -117,8 +117,8 @@ def _faults(call: _Call) -> Faults:
     if op == "quantize" and call.scheme not in ops.QUANTIZED:
         yield f"has scheme {call.scheme!r}; known: {', '.join(ops.QUANTIZED)}"
         return
-    if op == "linear" and dst is not None and len(types) > 1 and call.scheme in ops.QUANTIZED:
-        plain = TensorType("f32", (dst.shape[0], types[1].shape[1]))
+    if op in ops.PRODUCTS and dst is not None and len(types) > 1 and call.scheme in ops.QUANTIZED:
+        plain = TensorType("f32", (_rows_of_x(op, call, dst), types[1].shape[1]))
         yield from _differ("x", types[0], ops.QUANTIZED[call.scheme](*plain.shape))
         types = (plain, *types[1:])
     try:
@@ -136,11 +136,17 @@ def _faults(call: _Call) -> Faults:
         yield from _differ("the bias", call.bias, dst.with_shape(dst.shape[-1]))
 
 
+def _rows_of_x(op: str, call: _Call, dst: TensorType) -> Dim:
+    """Rows of x of a product: those of its result; tokens where the experts of a token share its row."""
+    shared = op == "expert_linear" and dict(call.attrs).get("shared") is True and len(call.args) > 2
+    return call.args[2].shape[0] if shared else dst.shape[0]
+
+
 def _more_faults(op: str, types: Types, call: _Call) -> Faults:
     """What the rule of the operation doesn't say. Raises what indexing raises when an operand is missing."""
     attrs = dict(call.attrs)
     match op:
-        case "gated":
+        case "gated" | "gated_clamped":
             yield from _differ("up", types[1], types[0])
         case "view":
             if call.dst is not None and call.dst.bytes != types[0].bytes:

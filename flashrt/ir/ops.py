@@ -104,6 +104,37 @@ def _rope_table(types: Types, attrs: Mapping[str, Value]) -> TensorType:
     return TensorType("f32", (types[0].shape[0], types[1].shape[0] * 2))
 
 
+def _count(attrs: Mapping[str, Value], key: str) -> int:
+    value = attrs[key]
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key} is {value!r}, expected a number above 0")
+    return value
+
+
+def _route(types: Types, attrs: Mapping[str, Value]) -> TensorType:
+    return TensorType("f32", (types[0].shape[0], 2 * _count(attrs, "top_k")))
+
+
+def _expert_linear(types: Types, attrs: Mapping[str, Value]) -> TensorType:
+    x, w, route = types[:3]
+    experts, top_k = _count(attrs, "experts"), _count(attrs, "top_k")
+    if len(x.shape) != 2 or len(w.shape) != 2 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"expert_linear takes x [T,K] and w [E*N,K], got {x} and {w}")
+    rows, tokens = w.shape[0], route.shape[0]
+    if not isinstance(rows, int) or rows % experts:
+        raise ValueError(f"{w} isn't the rows of {experts} experts")
+    if x.shape[0] != (tokens if attrs["shared"] else tokens * top_k) or route.shape[1] != 2 * top_k:
+        raise ValueError(f"x {x} and route {route} don't match for top_k={top_k}")
+    return TensorType("f32", (tokens * top_k, rows // experts))
+
+
+def _expert_sum(types: Types, attrs: Mapping[str, Value]) -> TensorType:
+    y, route, top_k = types[0], types[1], _count(attrs, "top_k")
+    if y.shape[0] != route.shape[0] * top_k or route.shape[1] != 2 * top_k:
+        raise ValueError(f"y {y} and route {route} don't match for top_k={top_k}")
+    return TensorType("f32", (route.shape[0], y.shape[1]))
+
+
 def _sample(types: Types, attrs: Mapping[str, Value]) -> TensorType:
     return TensorType("i32", (types[0].shape[0],))
 
@@ -155,6 +186,10 @@ OPS: Mapping[str, Op] = {
         "(halves, not pairs)",
         _same, _heavy, NO_NPU, "stays beside the attention it feeds", needs=("head_dim",),
     ),
+    "rope_pairs": Op(
+        "(x[T,H*head_dim], table[T,D]) head_dim: as rope, but channels 2i and 2i+1 turn together",
+        _same, _heavy, NO_NPU, "stays beside the attention it feeds", needs=("head_dim",),
+    ),
     "attention": Op(
         "(q[T,Hq*d], k[T,Hk*d], v[T,Hk*dv], positions i32[T], seq i32[T], pages i32[S,M], "
         "@sinks[Hq] if sinks) "
@@ -189,6 +224,30 @@ OPS: Mapping[str, Op] = {
     "slice": Op(
         "(x) lo hi → channels [lo, hi) of the last axis", _slice, _quick, ANY, _MOVE, needs=("lo", "hi")
     ),
+    "route": Op(
+        "(logits f32[T,E], @bias[E] if bias) top_k score normalise scale groups top_groups group_score "
+        "→ f32[T,2*top_k]: the numbers of each token's experts, best first, then their weights. score: "
+        "softmax or sigmoid of the logits; bias counts for the choice only; groups > 1: only experts of the "
+        "top_groups best groups, by the sum of their two best (sum2) or their best (max); normalise: weights "
+        "over their sum, then all times scale",
+        _route, _heavy, NO_NPU, "small; stays beside the experts it chooses",
+        needs=("top_k", "score", "normalise", "scale", "groups", "top_groups", "group_score", "bias"),
+    ),
+    "expert_linear": Op(
+        "(x, @w[E*N,K], route f32[T,2*top_k], @bias[E*N] if bias) experts top_k shared bias "
+        "→ f32[T*top_k,N]: row t*top_k+j is x·wᵀ + bias of expert route[t,j], whose rows lie together; "
+        "x[T,K] if shared, else a row for each choice, x[T*top_k,K]",
+        _expert_linear, _matrix, ANY, "a matrix product: fastest where bandwidth and matrix units are",
+        numerics=LINEAR_EXACT, weighted=1, needs=("experts", "top_k", "shared", "bias"),
+    ),
+    "expert_sum": Op(
+        "(y[T*top_k,C], route f32[T,2*top_k]) top_k → f32[T,C]: Σ route[t,top_k+j]·y[t*top_k+j], j upwards",
+        _expert_sum, _quick, ANY, "elementwise; stays beside its products", needs=("top_k",),
+    ),
+    "gated_clamped": Op(
+        "(gate, up) alpha limit → (clip(up, ±limit) + 1)·g·sigmoid(alpha·g), g = min(gate, limit)",
+        _same, _heavy, ANY, "elementwise; stays beside its products", needs=("alpha", "limit"),
+    ),
     "view": Op("(x) → the same elements in the node's shape", None, _quick, ANY, _MOVE),
     "rows": Op("(x[T,C], index i32[N]) → f32[N,C]: the rows asked for", _rows, _quick, ANY, _MOVE),
     "sample": Op(
@@ -197,6 +256,10 @@ OPS: Mapping[str, Op] = {
         _sample, _heavy, HOST, "one token a row comes back to the host anyway",
     ),
 }  # fmt: skip
+
+
+# products whose activations may be rounded: `quantize` stands before them
+PRODUCTS = frozenset({"linear", "expert_linear"})
 
 
 def infer(op: str, types: Types, attrs: Attrs) -> TensorType | None:

@@ -128,16 +128,22 @@ def parameters(plan: Plan) -> int:
 
 
 def token_bytes(plan: Plan) -> int:
-    """Bytes of weights that a step reads whole, whatever it computes: all but the embedding's other rows."""
+    """Bytes of weights that a step of one token reads: not the embedding's other rows, nor other experts."""
     stream = next(v.stream for v in plan.variants if v.lo <= 1 <= v.hi)
     read = {
-        (instr.device, arg.block)
+        (instr.device, arg.block): _share(instr)
         for instr in stream.instrs
         if isinstance(instr, Dispatch) and "embedding" not in instr.kernel
         for arg in instr.args
         if isinstance(arg, BlockRef)
     }
-    return sum(b.bytes for b in stream.blocks if (b.device, b.name) in read)
+    return round(sum(b.bytes * read.get((b.device, b.name), 0) for b in stream.blocks))
+
+
+def _share(instr: Dispatch) -> float:
+    """Of the weights of an instruction, what one token reads."""
+    top_k, experts = instr.attr("top_k"), instr.attr("experts")
+    return top_k / experts if isinstance(top_k, int) and isinstance(experts, int) else 1.0
 
 
 # ---- measuring ---------------------------------------------------------------------

@@ -232,7 +232,7 @@ class Residents:
         self._count(device, "workspace", _array_bytes(code))
 
     def for_input(self, device: str, nbytes: int) -> Place:
-        """Memory for an input, which the host writes: of the device, or pinned where the host can't see it."""
+        """Memory for an input, which the host writes: the device's, or pinned where the host can't see it."""
         opened = self.devices[device]
         if isinstance(opened, Remote):
             return Place(opened.pinned(max(nbytes, 1)), 0, nbytes)

@@ -64,7 +64,7 @@ GGUF_FORMATS: Mapping[int, Format] = {f.gguf: f for f in _ALL if f.gguf >= 0}
 
 
 def native_layout(name: str) -> str:
-    """The packed layout that holds a matrix of this format: without loss where there is one, else f32."""
+    """The packed layout that a matrix of this format is kept in; `NATIVE_LAYOUT` says with which loss."""
     return NATIVE_LAYOUT.get(name, "f32")
 
 

@@ -9,11 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# what a tensor's elements are in its file → the packed layout that holds them without loss.
-# Formats that no layout holds exactly are de-quantised to f32 rows.
-NATIVE_LAYOUT: Mapping[str, str] = {
+# what a tensor's elements are in its file → the packed layout that holds them without loss
+EXACT_LAYOUT: Mapping[str, str] = {
     "F32": "f32", "F16": "f16", "BF16": "bf16",
     "Q4_0": "q4.16x32", "Q4_1": "q4m.16x32", "Q8_0": "q8.16x32",
+    "Q5_0": "q8.16x32", "IQ4_NL": "q8.16x32", "MXFP4": "q8.16x32", "Q3_K": "q8.16x32",
+}  # fmt: skip
+# … and what else it is kept in unless the user wants no loss. Q4_K and IQ4_XS: the quants stay, products of
+# two scales are rounded to f16 (2^-11). The others are rounded to i8: off by at most 1/254 of the largest
+# of 32 weights. Anything else is de-quantised to f32 rows.
+NATIVE_LAYOUT: Mapping[str, str] = {
+    **EXACT_LAYOUT, "Q4_K": "q4m.16x32", "IQ4_XS": "q8.16x32",
+    **dict.fromkeys(
+        ("Q5_1", "Q2_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
+         "TQ1_0", "TQ2_0"), "q8.16x32"),
 }  # fmt: skip
 
 

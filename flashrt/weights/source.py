@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from flashrt.errors import ModelError
 from flashrt.ir.types import Weight, evaluate
-from flashrt.layouts import LAYOUTS, Layout
-from flashrt.weights import formats, repack
+from flashrt.layouts import LAYOUTS, Layout, pack_quants
+from flashrt.weights import formats, quantise, repack
 from flashrt.weights.index import File, Tensor, WeightIndex
 
 U8 = NDArray[np.uint8]
@@ -68,7 +68,8 @@ class IndexSource:
     """A `BlockSource` over a weight index.
 
     Plain layouts are filled from any format (de-quantised through float32 where the format has blocks,
-    rounded to nearest); quantised ones only from the format they hold without loss. Several threads may read.
+    rounded to nearest). Quantised ones take over the quants of the formats that they hold; whatever else is
+    asked of q8 and q4m is rounded to their blocks, see `flashrt.weights.quantise`. Several threads may read.
 
     Args:
         index: where the tensors lie.
@@ -168,8 +169,13 @@ class IndexSource:
                 out[done:end].view(layout.element)[...] = self._plain(part, a, b, k).reshape(-1)
                 done = end
             return
-        got = [self._quants(weight, part, layout, a, b) for part, a, b in _overlaps(parts, lo, hi)]
-        repack.store(layout, got[0] if len(got) == 1 else np.concatenate(got), out)
+        overlaps = list(_overlaps(parts, lo, hi))
+        if all(_same_quants(part.tensor, layout) for part, _, _ in overlaps):
+            got = [self._rows(part.tensor, a, b) for part, a, b in overlaps if part.tensor]
+            repack.store(layout, got[0] if len(got) == 1 else np.concatenate(got), out)
+            return
+        blocks = quantise.join([self._blocks(weight, part, layout, a, b, k) for part, a, b in overlaps])
+        out[...] = pack_quants(layout, blocks.q, blocks.scale, blocks.minimum)
 
     def _plain(self, part: _Part, a: int, b: int, k: int) -> NDArray[np.generic]:
         """Rows [a, b) of a part as floats [b-a, k]."""
@@ -181,21 +187,26 @@ class IndexSource:
         got = formats.to_f32(form, rows)
         return got + np.float32(part.tensor.shift) if part.tensor.shift else got
 
-    def _quants(self, weight: Weight, part: _Part, layout: Layout, a: int, b: int) -> U8:
-        """Rows [a, b) of a part as they stand in its file, in the format that the layout holds."""
-        tensor = part.tensor
-        if (
-            tensor is None
-            or tensor.format != repack.FORMATS[layout.name]
-            or tensor.transposed
-            or tensor.shift
-        ):
-            held = tensor.format if tensor else "a constant"
+    def _blocks(self, weight: Weight, part: _Part, layout: Layout, a: int, b: int, k: int) -> quantise.Blocks:
+        """Rows [a, b) of a part in the layout's blocks: its own quants where the layout holds them."""
+        tensor, found = part.tensor, None
+        if tensor and not tensor.transposed and not tensor.shift:
+            found = quantise.split(tensor.format, layout, self._rows(tensor, a, b))
+        if found is None:
+            found = quantise.rounded(layout, self._plain(part, a, b, k).astype(np.float32))
+        held = tensor.format if tensor else "a constant"
+        if found is None:
             raise ModelError(
                 f"weight {weight.name}: tensor {part.name} is {held}, not what {layout.name} holds",
                 hint=f"store it as {formats.native_layout(held)}",
             )
-        return self._rows(tensor, a, b)
+        if not found.finite():
+            raise ModelError(
+                f"weight {weight.name}: tensor {part.name} ({held}) has values that the f16 scales of "
+                f"{layout.name} can't hold",
+                hint="compile with --quantize lossless; if that fails too, the file is damaged",
+            )
+        return found
 
     def _rows(self, tensor: Tensor, a: int, b: int) -> U8:
         """Bytes of rows [a, b), u8 [b-a, row_bytes], in the order the graph means."""
@@ -213,10 +224,11 @@ class IndexSource:
         item = formats.find(tensor.format).bytes
         out = np.empty((b - a, k, item), np.uint8)
         step = max(CHUNK // (n * item), 1)
+        order = stored_rows(n // tensor.rope_heads, a, b) if tensor.rope_heads else slice(a, b)
         for at in range(0, k, step):
             end = min(at + step, k)
             stored = self._bytes(tensor, at * n * item, (end - at) * n * item).reshape(end - at, n, item)
-            out[:, at:end] = stored[:, a:b].transpose(1, 0, 2)
+            out[:, at:end] = stored[:, order].transpose(1, 0, 2)
         return out.reshape(b - a, k * item)
 
     def _bytes(self, tensor: Tensor, at: int, count: int) -> U8:
@@ -302,6 +314,12 @@ def _row_bytes(tensor: Tensor) -> int:
 def _same_bytes(tensor: Tensor, layout: Layout) -> bool:
     changed = tensor.rope_heads or tensor.transposed or tensor.shift
     return not changed and formats.find(tensor.format).element == layout.element
+
+
+def _same_quants(tensor: Tensor | None, layout: Layout) -> bool:
+    if tensor is None or tensor.transposed or tensor.shift:
+        return False
+    return tensor.format == repack.FORMATS[layout.name]
 
 
 def _shape_error(weight: Weight, name: str, shape: tuple[int, ...]) -> ModelError:

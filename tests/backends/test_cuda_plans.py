@@ -98,7 +98,7 @@ def test_the_tiny_model(
 def test_attention_of_many_tokens_by_the_library(gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a prompt, several sequences in a step: the library's attention is that of the kernel."""
     monkeypatch.setattr(prefill, "MANY", 1)
-    called = []
+    called: list[object] = []
     attend = prefill.LibraryAttention.__call__
     monkeypatch.setattr(prefill.LibraryAttention, "__call__", lambda self: called.append(attend(self)))
     options = {"numerics": LINEAR_EXACT, "attention": ATTENTION_BF16}

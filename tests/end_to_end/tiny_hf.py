@@ -25,7 +25,12 @@ def write_model(
 
     Weights are large enough that every layer matters to the logits; norms and biases differ from 1 and 0.
     """
-    config = AutoConfig.for_model(kind, **{**SIZES, **facts})
+    model = random_model(AutoConfig.for_model(kind, **{**SIZES, **facts}))
+    return save_model(model.to(dtype), folder, shard=shard)
+
+
+def random_model(config: Any) -> Any:
+    """The configuration's model with random weights, float32."""
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -35,7 +40,12 @@ def write_model(
                 parameter.copy_(noise * (1.4 / parameter.shape[-1] ** 0.5))
             else:
                 parameter.add_(noise * 0.1)
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def save_model(model: Any, folder: Path, *, shard: str = WHOLE) -> Any:
+    """Writes the model and a tokenizer; gives the model back as transformers reads it, in f32."""
+    model.save_pretrained(folder, max_shard_size=shard)
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (shard != WHOLE)
     write_tokenizer(folder)
     return AutoModelForCausalLM.from_pretrained(

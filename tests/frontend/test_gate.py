@@ -92,7 +92,7 @@ def test_safe_module_passes() -> None:
 
 @pytest.mark.parametrize("leak", [Convolution(), LongRange()], ids=["convolution", "long range"])
 def test_leaks_are_found(leak: nn.Module) -> None:
-    assert "influence each other outside attention" in _reason(leak)
+    assert "influence each other outside attention in leak " in _reason(leak)
 
 
 @pytest.mark.parametrize(
@@ -116,17 +116,21 @@ def test_layers_without_attention_are_refused() -> None:
     assert "1 of 2 layers have no attention" in gate.judge(small, CONTEXT)
 
 
-def test_attention_that_is_not_conveyed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "place"), [("mistral", 2), ("gemma2", 3), ("gemma2", 2)])
+def test_attention_that_is_not_conveyed_is_refused(
+    kind: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attend = gate._attend
 
-    def without_window(
-        q: Any, k: Any, v: Any, layer: int, scale: float, window: int, *rest: Any
-    ) -> torch.Tensor:
-        return attend(q, k, v, layer, scale, 0, *rest)
+    def without(q: Any, k: Any, v: Any, layer: int, *facts: Any) -> torch.Tensor:
+        """Attention that ignores a window (place 2 after the layer) or a soft cap (3)."""
+        given = list(facts)
+        given[place - 1] = 0
+        return attend(q, k, v, layer, *given)
 
-    config = shrink(AutoConfig.for_model("mistral"))
+    config = shrink(AutoConfig.for_model(kind))
     assert gate.judge(config, CONTEXT) == ""
-    monkeypatch.setattr(gate, "_attend", without_window)
+    monkeypatch.setattr(gate, "_attend", without)
     assert "attention isn't conveyed" in gate.judge(config, CONTEXT)
 
 
@@ -165,3 +169,9 @@ def test_shrink_keeps_what_matters() -> None:
 def test_a_configuration_without_small_form_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="no small form"):
         shrink(AutoConfig.for_model("rwkv"))
+
+
+def test_what_layers_have_of_their_own_follows_them() -> None:
+    small = shrink(AutoConfig.for_model("gemma4_text"))
+    at = small.layer_types.index("full_attention")
+    assert {int(i): own for i, own in small.to_dict()["per_layer_config"].items()} == {at: {"head_dim": 32}}

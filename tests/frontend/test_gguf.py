@@ -162,7 +162,6 @@ BROKEN: list[tuple[str, Change, str]] = [
     ("epsilon 0", _llama("attention.layer_norm_rms_epsilon", g.f32(0)), "rms_epsilon is 0.0"),
     ("epsilon NaN", _llama("attention.layer_norm_rms_epsilon", g.f32(float("nan"))), "rms_epsilon is nan"),
     ("experts", _llama("expert_count", g.u32(8)), "llama.expert_count = 8"),
-    ("one of several files", _metadata("split.count", g.u32(3)), "one of 3 parts"),
     ("rope scaling", _llama("rope.scaling.type", g.string("new")), "'new'.*\nknown: none, linear"),
     ("partial rotation", _llama("rope.dimension_count", g.u32(2)), "dimension_count is 2 of 4"),
     ("no tokens", _words("tokens", None), "tokenizer.ggml.tokens is missing"),

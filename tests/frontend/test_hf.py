@@ -288,9 +288,6 @@ DAMAGE: dict[str, tuple[Any, type[FlashrtError], str]] = {
     "quantised": (
         lambda d: _change(d / "config.json", quantization_config={"quant_method": "gptq"}),
         UnsupportedModel, "quantised with gptq"),
-    "experts": (
-        lambda d: _change(d / "config.json", model_type="mixtral", num_local_experts=4),
-        UnsupportedModel, "routes tokens to 4 experts"),
     "recurrent": (
         lambda d: _change(d / "config.json", model_type="lfm2", layer_types=["conv", "full_attention"]),
         UnsupportedModel, "layers of kind conv"),

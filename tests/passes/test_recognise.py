@@ -17,7 +17,6 @@ from tests.passes.evaluating import outputs, raw, values_of
 LANGUAGE_MODELS = [
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt2", "olmo2", "phi", "helium",
 ]  # fmt: skip
-CLEAN = set(LANGUAGE_MODELS) - {"helium"}  # helium rotates pairs, which no named operation does
 LAYER = [
     "input_layernorm rms_norm", "self_attn.q_proj linear", "self_attn.k_proj linear",
     "self_attn.v_proj linear", "self_attn.rope_q rope", "self_attn.rope_k rope",
@@ -76,7 +75,7 @@ def test_types_follow_the_rules_and_the_text_reads_back(model: str) -> None:
     assert read_logical(to_text(got)) == got
 
 
-@pytest.mark.parametrize("model", sorted(CLEAN))
+@pytest.mark.parametrize("model", LANGUAGE_MODELS)
 def test_nothing_raw_and_no_view_is_left(model: str) -> None:
     assert {n.op for n in recognise(raw(model)).nodes} <= set(ops.OPS) - {"view"}
 
@@ -125,14 +124,14 @@ def test_golden(golden) -> None:  # type: ignore[no-untyped-def]
     golden("recognise/llama.logical", to_text(recognise(raw("llama"))))
 
 
-def test_golden_with_operators_that_have_no_name(golden) -> None:  # type: ignore[no-untyped-def]
+def test_golden_of_a_model_that_rotates_pairs(golden) -> None:  # type: ignore[no-untyped-def]
     golden("recognise/helium.logical", to_text(recognise(raw("helium"))))
 
 
 @pytest.mark.parametrize("model", [*LANGUAGE_MODELS, "mlp"])
 def test_again_changes_nothing(model: str) -> None:
     once = recognise(raw(model))
-    if model in CLEAN:
+    if model in LANGUAGE_MODELS:
         assert recognise(once) == once
     assert Counter(operations(recognise(once))) == Counter(operations(once))
 
@@ -221,6 +220,38 @@ def test_another_power_is_no_root_mean_square() -> None:
     lines = norm("aten.pow(%x)", "aten.rsqrt(%eps) f32[T,1]", "aten.mul")
     got = same(small(lines[0].replace("exponent=2", "exponent=4"), *lines[1:], output="n"))
     assert "rms_norm" not in operations(got)
+
+
+def test_a_centred_norm_is_a_layer_norm_though_the_difference_is_computed_twice() -> None:
+    lines = [
+        "%middle = aten.mean(%x) f32[T,1] attrs={dim=[1],keepdim=true}",
+        "%less = aten.sub(%x,%middle) f32[T,8] attrs={alpha=1}",
+        "%again = aten.sub(%x,%middle) f32[T,8] attrs={alpha=1}",
+        *norm("aten.pow(%less)", "aten.rsqrt(%eps) f32[T,1]", "aten.mul"),
+        "%out = aten.mul(@w,%n) f32[T,8]",
+    ]
+    lines = [line.replace("aten.mul(%x,", "aten.mul(%again,") for line in lines]
+    (node,) = same(small(*lines, weights="w f32[8]")).nodes
+    assert (node.op, node.inputs, node.attr("eps")) == ("layer_norm", ("%x", "@w"), 0.01)
+
+
+@pytest.mark.parametrize(("given", "missing"), [("@w", "bias=null,"), ("", "bias=null,weight=null,")])
+def test_a_layer_norm_may_lack_its_bias_or_both(given: str, missing: str) -> None:
+    inputs = ",".join(["%x", given] if given else ["%x"])
+    line = f"%out = aten.layer_norm({inputs}) f32[T,8] attrs={{{missing}eps=0.01,normalized_shape=[8]}}"
+    (node,) = same(small(line, weights="w f32[8]" if given else "")).nodes
+    assert node.op == "layer_norm"
+
+
+def test_a_layer_norm_with_a_bias_alone_stays_raw() -> None:
+    line = "%out = aten.layer_norm(%x,@w) f32[T,8] attrs={eps=0.01,normalized_shape=[8],weight=null}"
+    assert operations(recognise(small(line, weights="w f32[8]"))) == ["aten.layer_norm"]
+
+
+@pytest.mark.parametrize("square", ["aten.square(%x) f32[T,8]", "aten.pow(%x) f32[T,8] attrs={exponent=2}"])
+def test_a_square_is_a_product_with_itself(square: str) -> None:
+    (node,) = same(small(f"%out = {square}")).nodes
+    assert (node.op, node.inputs) == ("mul", ("%x", "%x"))
 
 
 def test_rms_norm_as_one_operator_takes_the_eps_of_its_type() -> None:

@@ -24,6 +24,7 @@ from flashrt.passes import pipeline
 from flashrt.passes.lower import lower
 from flashrt.probes.sampler import Sampler
 from flashrt.program import Plan, Program, Variant
+from flashrt.runtime.executor import Executor
 from flashrt.runtime.follow import Follower, Metrics
 from flashrt.runtime.idle import Rests, idle_lanes
 from tests.tiny import CONTEXT, tiny_graph, tiny_import, tiny_source
@@ -98,14 +99,31 @@ class Seen:
 
 
 def disturbed(program: Program, follower: Follower) -> Callable[[Any, Any, Any], Any]:
-    """The program with a sample after each step; the far device is busy in every other dozen of them."""
-    steps = iter(range(1 << 30))
+    """The program with a sample after each step; the far device is busy in every other eight of them.
+
+    Steps are said to take what the plan estimates, and ten times that where they wait for a busy device, so
+    that nothing hangs on this machine's pace.
+    """
+    steps, stepped = iter(range(1 << 30)), follower.stepped
+    busy = False
+
+    def told(name: str, executor: Executor) -> None:
+        e, env = follower.variants[name], executor.env
+        at = {s: env[s] for s in follower.controller.positions[name]}
+        slow = 10 if busy and len(e.live(at)) > 1 else 1
+        executor.took = round(slow * 1e9 * e.step(env, at, dict.fromkeys(e.devices, 1.0)))
+        executor.spent = lambda: {(d, "compute"): (round(s * 1e9), 0) for d, s in e.busy(env, at).items()}  # type: ignore[method-assign]
+        stepped(name, executor)
 
     def call(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
+        nonlocal busy
         n = next(steps)
+        busy = bool(n // 8 % 2)
         outputs = program.call(inputs, symbols, outputs)
-        follower.sampled(Seen(n * 0.9, 0.9 if n // 8 % 2 else 0.0))
+        follower.sampled(Seen(n * 0.9, 0.9 if busy else 0.0))
         return outputs
+
+    follower.stepped = told  # type: ignore[method-assign, assignment]
 
     return call
 
