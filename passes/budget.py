@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from flashrt.errors import PlanError
 from flashrt.ir import logical, physical
 from flashrt.ir.bounds import Bounds
 from flashrt.ir.types import Env, State, TensorType, Weight, evaluate
@@ -77,15 +78,24 @@ def peak_activations(nodes: Sequence[Node], graph: logical.Graph | physical.Grap
     inputs, which variants don't share."""
     known = Bounds.of(graph)
     read = {name[1:] for n in nodes for name in n.inputs}
-    inputs = sum(aligned(math.ceil(known.interval(i.type.bytes)[1])) for i in graph.inputs if i.name in read)
-    largest = {
-        type: aligned(math.ceil(known.interval(type.bytes)[1]))
-        for type in dict.fromkeys(n.type for n in nodes)
-    }
-    sizes = {n.name: largest[n.type] for n in nodes}
+    inputs = sum(_most(known, i.name, i.type) for i in graph.inputs if i.name in read)
+    first = {n.type: n.name for n in reversed(nodes)}
+    most = {type: _most(known, name, type) for type, name in first.items()}
+    sizes = {n.name: most[n.type] for n in nodes}
     uses = [{i[1:] for i in n.inputs if i[1:] in sizes} | {n.name} for n in nodes]
     kept = {o.value.removeprefix("%") for o in graph.outputs}
     return aligned(_peak(uses, sizes, kept) * 5 // 4) + TURNS * inputs
+
+
+def _most(known: Bounds, name: str, type: TensorType) -> int:
+    """Bytes of a value in the largest step. Raises PlanError when nothing bounds them."""
+    most = known.interval(type.bytes)[1]
+    if math.isinf(most):
+        raise PlanError(
+            f"%{name} is {type}: nothing bounds its size within the ranges of the model's open sizes",
+            hint="give the model's open sizes (batch, sequence) numbers before it is exported",
+        )
+    return aligned(math.ceil(most))
 
 
 def peak_weights(nodes: Sequence[Node], sizes: Mapping[str, int]) -> int:

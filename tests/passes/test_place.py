@@ -10,7 +10,8 @@ import pytest
 from flashrt.errors import PlanError
 from flashrt.ir.laws import check
 from flashrt.ir.text import read_logical, to_text
-from flashrt.ir.types import Weight, evaluate, read_type, show
+from flashrt.ir.types import TensorType, Weight, evaluate, read_type, show, sym
+from flashrt.passes.budget import peak_activations
 from flashrt.passes.cost import block_bytes, cost, kernel_of
 from flashrt.passes.place import place
 from flashrt.passes.shard import shard
@@ -204,3 +205,10 @@ def test_transfer_once_for_each_device() -> None:
     assert [n.name for n in got.nodes] == ["a", "a@gpu:0", "b", "c"]
     assert all(n.inputs[0] == "%a@gpu:0" for n in got.nodes[2:])
     assert got.nodes[1].device == "gpu:0"
+
+
+def test_a_size_that_nothing_bounds_is_refused() -> None:
+    graph = two_layers()
+    node = replace(graph.nodes[0], type=TensorType("f32", (sym("U"), 4)))
+    with pytest.raises(PlanError, match="nothing bounds its size"):
+        peak_activations([node], graph)
