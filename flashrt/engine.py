@@ -143,9 +143,8 @@ def sampler(pid: int | None = None) -> Sampler:
 
     pid: the process whose load counts as own; None for this one.
     """
-    from flashrt.probes.sampler import (
-        Sampler,
-    )  # only here, as below: a command that runs a plan starts sooner
+    # only here, as below: a command that runs a plan starts sooner
+    from flashrt.probes.sampler import Sampler
 
     return Sampler(pid=pid)
 

@@ -9,6 +9,7 @@ from flashrt.ir.ops import (
     ATTENTION_BF16,
     ATTENTION_CACHED,
     ATTENTION_EXACT,
+    EPILOGUES,
     EXACT,
     KV_WRITE_BF16,
     LINEAR_BF16,
@@ -142,7 +143,6 @@ def candidates(kernel: str, numerics: str) -> tuple[str, ...]:
     )
 
 
-EPILOGUES = ("", "+bias", "+residual", "+bias+residual")
 _PLAIN = (
     "rms_norm", "layer_norm", "rope_table", "rope", "gated", "activation",
     "add", "mul", "scale", "softcap", "slice", "view", "rows", "sample",

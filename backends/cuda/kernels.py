@@ -12,6 +12,7 @@ from flashrt.ir.ops import (
     ATTENTION_BF16,
     ATTENTION_CACHED,
     ATTENTION_EXACT,
+    EPILOGUES,
     EXACT,
     KV_WRITE_BF16,
     LINEAR_BF16,
@@ -21,7 +22,6 @@ from flashrt.ir.ops import (
 from flashrt.layouts import LAYOUTS
 
 KIND = "gpu"
-EPILOGUES = ("", "+bias", "+residual", "+bias+residual")
 ROUNDED = ("q4.16x32", "q4m.16x32", "q8.16x32", "bf16")  # layouts whose products take bf16 activations
 _PLAIN = (
     "rms_norm", "layer_norm", "rope_table", "rope", "gated", "activation",

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from flashrt.ir.ops import EXACT, LINEAR_EXACT, LINEAR_F16
+from flashrt.ir.ops import EPILOGUES, EXACT, LINEAR_EXACT, LINEAR_F16
 from flashrt.layouts import LAYOUTS
 
 Form = Literal["f32", "f16", "int8"]
@@ -24,7 +24,6 @@ HALF = "acc=f16"
 LINEAR_U16 = "act=u16 w=i8 acc=i32"
 U16 = "act=u16"
 
-EPILOGUES = ("", "+bias", "+residual", "+bias+residual")
 ELEMENTWISE = ("gated", "activation", "add", "mul", "scale")
 NORMS = ("rms_norm", "layer_norm")
 MOVES = ("view", "slice")

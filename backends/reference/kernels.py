@@ -11,6 +11,7 @@ from flashrt.ir.ops import (
     ATTENTION_BF16,
     ATTENTION_CACHED,
     ATTENTION_EXACT,
+    EPILOGUES,
     EXACT,
     KV_WRITE_BF16,
     LINEAR_BF16,
@@ -20,7 +21,6 @@ from flashrt.ir.ops import (
 )
 from flashrt.layouts import LAYOUTS
 
-EPILOGUES = ("", "+bias", "+residual", "+bias+residual")
 _LINEAR = (LINEAR_EXACT, LINEAR_I8, LINEAR_BF16)
 _ATTENTION = (ATTENTION_EXACT, ATTENTION_CACHED, ATTENTION_BF16)
 _DOTTED = ("aten", "flashrt")  # rooms whose operations have a dot in their name

@@ -260,6 +260,7 @@ OPS: Mapping[str, Op] = {
 
 # products whose activations may be rounded: `quantize` stands before them
 PRODUCTS = frozenset({"linear", "expert_linear"})
+EPILOGUES = ("", "+bias", "+residual", "+bias+residual")  # that a product's kernel may have, by name
 
 
 def infer(op: str, types: Types, attrs: Attrs) -> TensorType | None:

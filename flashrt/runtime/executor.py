@@ -141,11 +141,8 @@ class Executor:
 
     def _run(self, epoch: int) -> None:
         if self._alone:
-            try:
-                self._lanes[0].run(epoch)
-            except DeviceError:
-                self.failed_on = self._lanes[0].device
-                raise
+            self._run_here(self._lanes[0], epoch)
+            self._raise()
             return
         self._let_rest(epoch)
         awake = [lane for lane in self._lanes if lane not in self._resting]

@@ -20,7 +20,12 @@ from tests.backends.memory import HandMemory
 
 GUESS = Measured(1.0, "assumed")
 F32 = NDArray[np.float32]
-HEAD = "micro test\nsymbol T lo=1 hi=512 hint=1\nsymbol P lo=1 hi=64 hint=8\n"
+HEAD = """micro test
+symbol T lo=1 hi=512 hint=1
+symbol S lo=1 hi=16 hint=1
+symbol M lo=1 hi=64 hint=1
+symbol P lo=1 hi=64 hint=8
+"""
 Values = Mapping[int, Any]
 
 

@@ -18,9 +18,6 @@ from tests.backends.memory import HandMemory
 
 GUESS = Measured(1.0, "assumed")
 F32 = NDArray[np.float32]
-HEAD = cpu_streams.HEAD.replace(
-    "symbol P", "symbol S lo=1 hi=16 hint=1\nsymbol M lo=1 hi=64 hint=1\nsymbol P"
-)
 Values = Mapping[int, Any]
 
 
@@ -68,7 +65,7 @@ def run(
 ) -> DeviceMemory:  # fmt: skip
     """Runs a stream `times` steps, as one region or (`alone`) instruction by instruction; every slot is NaN
     bytes but those given."""
-    memory = DeviceMemory(read_micro(HEAD + text), {"cpu:0": device}, env, pages=env.get("P", 8))
+    memory = DeviceMemory(read_micro(cpu_streams.HEAD + text), {"cpu:0": device}, env, pages=env.get("P", 8))
     memory.device = device
     for place in memory.places.values():
         place.buffer[:] = 0xFF
@@ -94,31 +91,12 @@ def guard_intact(memory: DeviceMemory) -> bool:
     return all(bool((p.buffer[: p.offset] == 0xFF).all()) for p in memory.places.values())
 
 
-def wanted(
-    text: str, values: Values, out: int, blocks: Mapping[str, U8] | None = None, state: F32 | None = None,
-    **env: int,
-) -> NDArray[Any]:  # fmt: skip
-    """Slot `out` as the reference computes it."""
-    memory = HandMemory(
-        read_micro(HEAD + text), {"cpu:0": cpu_streams.reference()}, env, pages=env.get("P", 8)
-    )
-    for slot, value in values.items():
-        memory.put(slot, value)
-    for name, data in (blocks or {}).items():
-        memory.load_block(name, "cpu:0", data)
-    if state is not None:
-        cpu_streams.kv_view(memory)[: state.size] = state.reshape(-1)
-    device = cpu_streams.reference()
-    device.run(device.load(cpu_streams.compute(memory.stream), memory), 1)
-    return memory.read(out)
-
-
 def agree(
     device: CudaDevice, text: str, values: Values, out: int, blocks: Mapping[str, U8] | None = None, *,
     tolerance: float = 2e-6, state: F32 | None = None, alone: bool = False, times: int = 1, **env: int,
 ) -> NDArray[Any]:  # fmt: skip
     """Slot `out` on the device, close to the reference's."""
-    want = wanted(text, values, out, blocks, state, **env)
+    want = cpu_streams.run(cpu_streams.reference(), text, values, blocks, state, alone=False, **env).read(out)
     memory = run(device, text, values, blocks, state, alone=alone, times=times, **env)
     assert guard_intact(memory)
     got = memory.read(out)

@@ -11,9 +11,9 @@ from flashrt.backends.reference.sample import sample_row, uniform
 from flashrt.errors import DeviceError
 from flashrt.ir.ops import ATTENTION_BF16, ATTENTION_CACHED, ATTENTION_EXACT
 from tests.backends.cpu_streams import F32, agree, compute, cpu, kv_view, prepared, run
+from tests.backends.kernel_texts import attention_text, sample_text
 
 RNG = np.random.default_rng(4)
-AT = "device=cpu:0 lane=compute"
 PAGES = 12
 TOLERANCE = {
     ATTENTION_EXACT: 2e-6,
@@ -25,34 +25,6 @@ EVERY = [n for n in TOLERANCE if function_of("attention", n)]
 
 def r(*shape: int) -> F32:
     return RNG.standard_normal(shape).astype(np.float32)
-
-
-def attention_text(
-    heads: int,
-    kv_heads: int,
-    d: int,
-    dv: int,
-    attrs: str,
-    sinks: bool = False,
-    numerics: str = ATTENTION_EXACT,
-) -> str:
-    dim, kept = max(d, dv), "bf16" if "kv=bf16" in numerics else "f32"
-    written = "acc=f32" + " kv=bf16" * (kept == "bf16")
-    every = f"heads={heads},kv_heads={kv_heads},head_dim={d},value_dim={dv},scale=0.2{attrs}"
-    given = "%0,%3,%4,%5,@sinks" if sinks else "%0,%3,%4,%5"
-    return f"""weight sinks f32[{heads}] sources=[s] layout=f32
-state kv {kept}[P,2,{kv_heads},16,{dim}]
-slot %0 cpu:0 f32[T,{heads * d}]
-slot %1 cpu:0 f32[T,{kv_heads * d}]
-slot %2 cpu:0 f32[T,{kv_heads * dv}]
-slot %3 cpu:0 i32[T]
-slot %4 cpu:0 i32[T]
-slot %5 cpu:0 i32[2,4]
-slot %6 cpu:0 f32[T,{heads * dv}]
-block sinks cpu:0 lo=0 hi={heads} bytes=0
-dispatch {AT} kernel=kv_write args=[%1,%2,%3,%4,%5] attrs={{{every}}} writes=[kv] numerics="{written}"
-dispatch {AT} kernel=attention args=[{given}] dst=%6 attrs={{{every}}} reads=[kv] numerics="{numerics}"
-"""
 
 
 def mixed_step(heads: int, kv_heads: int, d: int, dv: int) -> tuple[dict[int, object], F32]:
@@ -185,21 +157,6 @@ def test_large_scores_stay_finite(numerics: str) -> None:
 
 
 # ---- sampling -------------------------------------------------------------------------
-def sample_text(v: int, h: int) -> str:
-    return f"""slot %0 cpu:0 f32[T,{v}]
-slot %1 cpu:0 f32[T]
-slot %2 cpu:0 i32[T]
-slot %3 cpu:0 f32[T]
-slot %4 cpu:0 f32[T]
-slot %5 cpu:0 f32[T]
-slot %6 cpu:0 i64[T]
-slot %7 cpu:0 i64[T]
-slot %8 cpu:0 i32[T,{h}]
-slot %9 cpu:0 i32[T]
-dispatch {AT} kernel=sample args=[%0,%1,%2,%3,%4,%5,%6,%7,%8] dst=%9 numerics="acc=f32"
-"""
-
-
 def parameters(t: int, **given: object) -> dict[int, object]:
     """One setting a row: the defaults draw from the whole row at temperature 1."""
     defaults: dict[str, object] = {

@@ -10,9 +10,9 @@ import pytest
 from flashrt.errors import PlanError
 from flashrt.layouts import LAYOUTS, U8, pack_plain
 from tests.backends.cpu_streams import F32, agree, cpu, packed, run
+from tests.backends.kernel_texts import AT, linear_text
 
 RNG = np.random.default_rng(3)
-AT = "device=cpu:0 lane=compute"
 EXACT = 'numerics="acc=f32"'
 LINEAR = 'numerics="act=f32 acc=f32"'
 
@@ -26,17 +26,7 @@ def f32(x: Any) -> U8:
 
 
 def linear(layout: str, n: int, k: int, epilogue: str) -> str:
-    bias = f"bias {AT} block=@b\n" if "bias" in epilogue else ""
-    residual = ",%2" if "residual" in epilogue else ""
-    return f"""weight w f32[{n},{k}] sources=[w] layout={layout}
-weight b f32[{n}] sources=[b] layout=f32
-slot %0 cpu:0 f32[T,{k}]
-slot %1 cpu:0 f32[T,{n}]
-slot %2 cpu:0 f32[T,{n}]
-block w cpu:0 lo=0 hi={n} bytes=0
-block b cpu:0 lo=0 hi={n} bytes=0
-{bias}dispatch {AT} kernel=linear.{layout}{epilogue} args=[%0,@w{residual}] dst=%1 {LINEAR}
-"""
+    return linear_text(layout, n, k, epilogue, LINEAR)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

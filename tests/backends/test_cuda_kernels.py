@@ -12,9 +12,9 @@ from flashrt.backends.cuda import CudaBackend, CudaDevice, missing
 from flashrt.layouts import LAYOUTS, U8, pack_plain
 from tests.backends.cpu_streams import packed
 from tests.backends.cuda_streams import F32, agree, run, spec
+from tests.backends.kernel_texts import AT, attention_text, linear_text, sample_text
 
 RNG = np.random.default_rng(3)
-AT = "device=cpu:0 lane=compute"
 EXACT = 'numerics="acc=f32"'
 LINEAR = 'numerics="act=f32 acc=f32"'
 ROUNDED = 'numerics="act=bf16 acc=f32"'
@@ -53,17 +53,7 @@ def f32(x: Any) -> U8:
 
 
 def linear(layout: str, n: int, k: int, epilogue: str, numerics: str = LINEAR) -> str:
-    bias = f"bias {AT} block=@b\n" if "bias" in epilogue else ""
-    residual = ",%2" if "residual" in epilogue else ""
-    return f"""weight w f32[{n},{k}] sources=[w] layout={layout}
-weight b f32[{n}] sources=[b] layout=f32
-slot %0 cpu:0 f32[T,{k}]
-slot %1 cpu:0 f32[T,{n}]
-slot %2 cpu:0 f32[T,{n}]
-block w cpu:0 lo=0 hi={n} bytes=0
-block b cpu:0 lo=0 hi={n} bytes=0
-{bias}dispatch {AT} kernel=linear.{layout}{epilogue} args=[%0,@w{residual}] dst=%1 {numerics}
-"""
+    return linear_text(layout, n, k, epilogue, numerics)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -233,45 +223,26 @@ dispatch {AT} kernel=rows args=[%0,%1] dst=%3 {EXACT}
 
 
 # ---- attention -------------------------------------------------------------------------
-def attention(
-    heads: int, kv_heads: int, d: int, dv: int, kv: str, numerics: str, attrs: str, sinks: bool
-) -> str:
-    shape = f"heads={heads},kv_heads={kv_heads},head_dim={d},value_dim={dv},scale=0.25,{attrs}"
-    write = 'numerics="acc=f32 kv=bf16"' if kv == "bf16" else EXACT
-    asked = "[%0,%3,%4,%5,@s]" if sinks else "[%0,%3,%4,%5]"
-    return f"""weight s f32[{heads}] sources=[s] layout=f32
-state kv {kv}[P,2,{kv_heads},16,{max(d, dv)}]
-slot %0 cpu:0 f32[T,{heads * d}]
-slot %1 cpu:0 f32[T,{kv_heads * d}]
-slot %2 cpu:0 f32[T,{kv_heads * dv}]
-slot %3 cpu:0 i32[T]
-slot %4 cpu:0 i32[T]
-slot %5 cpu:0 i32[S,M]
-slot %6 cpu:0 f32[T,{heads * dv}]
-block s cpu:0 lo=0 hi={heads} bytes=0
-dispatch {AT} kernel=kv_write args=[%1,%2,%3,%4,%5] attrs={{{shape}}} {write} writes=[kv]
-dispatch {AT} kernel=attention args={asked} dst=%6 attrs={{{shape}}} numerics="{numerics}" reads=[kv]
-"""
-
-
 @pytest.mark.parametrize("t", [3, 20])
 @pytest.mark.parametrize(
-    "heads,kv_heads,d,dv,kv,numerics,attrs,sinks",
+    "heads,kv_heads,d,dv,numerics,attrs,sinks",
     [
-        (4, 2, 16, 16, "f32", "acc=f32 chunk=page", "causal=true,window=0,softcap=0.0", False),
-        (8, 2, 128, 128, "bf16", "acc=f32 chunk=page kv=bf16", "causal=true,window=0,softcap=0.0", True),
-        (6, 2, 64, 32, "f32", "acc=f32 chunk=page", "causal=true,window=150,softcap=2.0", True),
-        (2, 2, 80, 80, "f32", "acc=f32 chunk=page", "causal=false,window=0,softcap=0.0", False),
-        (8, 1, 40, 40, "bf16", "act=bf16 acc=f32 chunk=2pages kv=bf16", "causal=true,window=9", False),
-        (4, 1, 160, 160, "f32", "acc=f32 chunk=page", "causal=true,window=0,softcap=0.0", False),
+        (4, 2, 16, 16, "acc=f32 chunk=page", "causal=true,window=0,softcap=0.0", False),
+        (8, 2, 128, 128, "acc=f32 chunk=page kv=bf16", "causal=true,window=0,softcap=0.0", True),
+        (6, 2, 64, 32, "acc=f32 chunk=page", "causal=true,window=150,softcap=2.0", True),
+        (2, 2, 80, 80, "acc=f32 chunk=page", "causal=false,window=0,softcap=0.0", False),
+        (8, 1, 40, 40, "act=bf16 acc=f32 chunk=2pages kv=bf16", "causal=true,window=9", False),
+        (4, 1, 160, 160, "acc=f32 chunk=page", "causal=true,window=0,softcap=0.0", False),
     ],
 )
 def test_attention(
-    gpu: CudaDevice, t: int, heads: int, kv_heads: int, d: int, dv: int, kv: str, numerics: str, attrs: str,
+    gpu: CudaDevice, t: int, heads: int, kv_heads: int, d: int, dv: int, numerics: str, attrs: str,
     sinks: bool,
 ) -> None:  # fmt: skip
     """Two sequences, one beyond two ranges of keys: old keys are in the cache, new ones in the step."""
-    text = attention(heads, kv_heads, d, dv, kv, numerics, attrs, sinks)
+    text = attention_text(
+        heads, kv_heads, d, dv, f",{attrs}", sinks=sinks, numerics=numerics, scale=0.25, pages="S,M"
+    )
     pages, lengths = 40, (300, 7)
     table = RNG.permutation(pages)[:40].reshape(2, 20).astype(np.int32)
     first = t // 3
@@ -289,25 +260,11 @@ def test_attention(
         5: table,
     }
     tolerance = 1e-2 if "act=bf16" in numerics else 4e-6
-    agree(gpu, text, values, 6, {"s": f32(r(heads))}, state=state, tolerance=tolerance, times=2,
+    agree(gpu, text, values, 6, {"sinks": f32(r(heads))}, state=state, tolerance=tolerance, times=2,
           T=t, S=2, M=20, P=pages)  # fmt: skip
 
 
 # ---- sampling --------------------------------------------------------------------------
-SAMPLE = f"""slot %0 cpu:0 f32[T,1000]
-slot %1 cpu:0 f32[T]
-slot %2 cpu:0 i32[T]
-slot %3 cpu:0 f32[T]
-slot %4 cpu:0 f32[T]
-slot %5 cpu:0 f32[T]
-slot %6 cpu:0 i64[T]
-slot %7 cpu:0 i64[T]
-slot %8 cpu:0 i32[T,M]
-slot %9 cpu:0 i32[T]
-dispatch {AT} kernel=sample args=[%0,%1,%2,%3,%4,%5,%6,%7,%8] dst=%9 {EXACT}
-"""
-
-
 def test_sample(gpu: CudaDevice) -> None:
     t, m = 12, 5
     logits = r(t, 1000) * 3
@@ -323,4 +280,4 @@ def test_sample(gpu: CudaDevice) -> None:
         7: np.arange(t) * 7,
         8: RNG.integers(-1, 1000, (t, m)),
     }
-    agree(gpu, SAMPLE, values, 9, T=t, M=m)
+    agree(gpu, sample_text(1000, "M"), values, 9, T=t, M=m)

@@ -175,13 +175,19 @@ static inline unsigned add_bf16x2(unsigned a, unsigned b) {
   return rounded(emulated::bf16(a & 0xffff) + emulated::bf16(b & 0xffff)) |
          rounded(emulated::bf16(a >> 16) + emulated::bf16(b >> 16)) << 16;
 }
-static inline void mma(float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+// every lane's operands, where the others see them; the caller meets once more when it has read them
+static inline emulated::Warp& exchanged(unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   emulated::Warp& w = emulated::warp();
-  const int lane = threadIdx.x % 32, g = lane / 4, j = lane % 4;
+  const int lane = threadIdx.x % 32;
   const unsigned mine[4] = {a0, a1, a2, a3};
   memcpy(w.a[lane], mine, 16);
   w.b[lane][0] = b0; w.b[lane][1] = b1;
   emulated::meet(w.barrier);
+  return w;
+}
+static inline void mma(float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  emulated::Warp& w = exchanged(a0, a1, a2, a3, b0, b1);
+  const int lane = threadIdx.x % 32, g = lane / 4, j = lane % 4;
   for (int i = 0; i < 4; ++i) {
     const int row = g + 8 * (i / 2), column = 2 * j + i % 2;
     for (int k = 0; k < 16; ++k) {
@@ -193,12 +199,8 @@ static inline void mma(float* d, unsigned a0, unsigned a1, unsigned a2, unsigned
   emulated::meet(w.barrier);
 }
 static inline void mma_bytes(int* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1, int c) {
-  emulated::Warp& w = emulated::warp();
+  emulated::Warp& w = exchanged(a0, a1, a2, a3, b0, b1);
   const int lane = threadIdx.x % 32, g = lane / 4, j = lane % 4;
-  const unsigned mine[4] = {a0, a1, a2, a3};
-  memcpy(w.a[lane], mine, 16);
-  w.b[lane][0] = b0; w.b[lane][1] = b1;
-  emulated::meet(w.barrier);
   for (int i = 0; i < 4; ++i) {
     const int row = g + 8 * (i / 2), column = 2 * j + i % 2;
     d[i] = c;
