@@ -31,6 +31,8 @@ from flashrt.weights.index import EXACT_LAYOUT
 if TYPE_CHECKING:
     from flashrt.passes import pipeline
 
+Range = tuple[str, int, int]  # a variant, its lowest and its highest T
+
 # mode → variant → numerics, best first; variants that aren't named are as the small one
 MODES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "exact": {"small": (LINEAR_EXACT,)},
@@ -76,21 +78,30 @@ class Stage:
     value: Any = field(repr=False)
 
 
-def keep_as_chosen(imported: Imported, options: CompileOptions) -> Imported:
-    """The model with its matrices' layouts as the user wants them. Raises PlanError (see `storage`)."""
-    if not options.quantize:
-        return imported
-    from flashrt.passes.storage import storage
+def keep_as_chosen(imported: Imported, options: CompileOptions, machine: Machine) -> Imported:
+    """The model with its matrices' layouts as the user wants them and all devices can read them.
 
+    Raises PlanError (see `storage`).
+    """
+    from flashrt.passes import storage
+
+    graph = imported.graph
+    if options.quantize:
+        exact = _exact(imported)
+        graph = storage.storage(graph, options.quantize, options.quantize_exclude, exact)
+    lossless = options.quantize == storage.LOSSLESS
+    return replace(imported, graph=storage.readable(graph, machine, lossless=lossless))
+
+
+def _exact(imported: Imported) -> dict[str, str]:
+    """The layout that holds what the file has, of each weight that a file has."""
     tensors = imported.weights.tensors
-    exact = {
+    return {
         w.name: formats[0] if len(formats) == 1 else "f32"
         for w in imported.graph.weights
         if all(s in tensors for s in w.sources)
         for formats in [list({EXACT_LAYOUT.get(tensors[s].format, "f32") for s in w.sources})]
     }
-    graph = storage(imported.graph, options.quantize, options.quantize_exclude, exact)
-    return replace(imported, graph=graph)
 
 
 def compile_model(
@@ -113,10 +124,10 @@ def compile_model(
 
     graph = imported.graph
     laws.check(graph, stage="as it was read")
-    planned = _planned(graph, machine, options, on_stage)
+    ranges, planned = _planned(graph, machine, options, on_stage)
     variants = [
         Variant.of(name, lo, hi, planned[name].physical, replace(planned[name].stream, name=name))
-        for name, lo, hi in _ranges(graph, options)
+        for name, lo, hi in ranges
     ]
     laws.check_variants([v.stream for v in variants])
     return Plan(
@@ -130,16 +141,17 @@ def compile_model(
         weights=imported.weights,
         constants=imported.constants,
         chat=imported.chat,
+        text=imported.text,
     )
 
 
-def _ranges(graph: logical.Graph, options: CompileOptions) -> list[tuple[str, int, int]]:
-    """(variant, lowest T, highest T); only a language model has more than one, 0…0 where there is no T."""
+def _ranges(graph: logical.Graph, options: CompileOptions, small: int = SMALL) -> list[Range]:
+    """The variants; only a language model has more than one, 0…0 where there is no T."""
     if not graph.states:
         return [next((("all", s.lo, s.hi) for s in graph.symbols if s.name == "T"), ("all", 0, 0))]
-    if options.tokens <= SMALL:
+    if options.tokens <= small:
         return [("small", 1, options.tokens)]
-    return [("small", 1, SMALL), ("large", SMALL + 1, options.tokens)]
+    return [("small", 1, small), ("large", small + 1, options.tokens)]
 
 
 def _narrowed(graph: logical.Graph, lo: int, hi: int, options: CompileOptions) -> logical.Graph:
@@ -170,10 +182,9 @@ def _planned(
     machine: Machine,
     options: CompileOptions,
     on_stage: Callable[[Stage], None] | None,
-) -> dict[str, pipeline.Planned]:
+) -> tuple[list[Range], dict[str, pipeline.Planned]]:
     """Every variant, by name, so that they can take turns: state and weights lie where all look for them."""
-    from flashrt.passes import pipeline
-    from flashrt.passes.task import Earlier
+    from flashrt.passes import pipeline, variants
 
     ranges = _ranges(graph, options)
     doors = {name: _door(name, on_stage) for name, _, _ in ranges}
@@ -190,14 +201,21 @@ def _planned(
             planned[name] = pipeline.plan(prepared, machine, own, check=doors[name])
             # the widest variant leaves the least room; with the same room all keep the same weights resident
             room = room or pipeline.weight_room(planned[name].physical.budgets)
-        return planned
+        return ranges, planned
+
+    def wanted(ranges: list[Range]) -> list[variants.Variant]:
+        out = []
+        for name, lo, hi in ranges:
+            symbols = {s.name: s for s in _narrowed(graph, lo, hi, options).symbols}
+            own = replace(ready[name], symbols=tuple(symbols.get(s.name, s) for s in ready[name].symbols))
+            out.append(variants.Variant(name, own, chosen[name], doors[name]))
+        return out
+
     # small steps are by far the most, so they decide where the state lies
-    earlier = Earlier((), pipeline.reserve(list(ready.values()), machine))
-    for name, _, _ in ranges:
-        own = replace(chosen[name], earlier=earlier)
-        planned[name] = pipeline.plan(ready[name], machine, own, check=doors[name])
-        earlier = replace(earlier, graphs=(*earlier.graphs, planned[name].physical))
-    return planned
+    manner, small = variants.choose(wanted(ranges), machine)
+    if small is not None:
+        ranges = _ranges(graph, options, small)
+    return ranges, variants.plan_all(wanted(ranges), machine, manner)
 
 
 def _options(variant: str, machine: Machine, options: CompileOptions) -> pipeline.Options:

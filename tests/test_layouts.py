@@ -12,25 +12,27 @@ from numpy.typing import NDArray
 from flashrt.layouts import BLOCK, LAYOUTS, Q4, Q4M, Q8, Layout, pack_plain, pack_quants, unpack
 
 Quants = NDArray[np.int64]
-Halves = NDArray[np.float16]
+Numbers = NDArray[np.floating]
 
 PLAIN = [x for x in LAYOUTS.values() if x.element is not None]
-QUANTS = [Q8, Q4, Q4M]
+QUANTS = [x for x in LAYOUTS.values() if x.bits]
 rows = st.integers(1, 70)
 blocks = st.integers(1, 5)
 seeds = st.integers(0, 2**32 - 1)
 
 
-def quants(layout: Layout, n: int, nblk: int, seed: int) -> tuple[Quants, list[Halves]]:
-    """Random quants [n, nblk, 32] over their whole range, and scales (and minima) [n, nblk]."""
+def quants(layout: Layout, n: int, nblk: int, seed: int) -> tuple[Quants, list[Numbers]]:
+    """Random quants [n, blocks, block] over their whole range, and scales (and minima) [n, blocks], of 32
+    times nblk columns."""
     rng = np.random.default_rng(seed)
-    lo, hi = (-128, 128) if layout.bits == 8 else (0, 16)
-    q = rng.integers(lo, hi, (n, nblk, BLOCK))
-    per_block = [rng.normal(size=(n, nblk)).astype(np.float16) for _ in range(1 + layout.minimum)]
+    lo, hi = (0, 1 << layout.bits) if layout.bits == 4 or layout.minimum else (-128, 128)
+    shape = n, layout.blocks(nblk * BLOCK)
+    q = rng.integers(lo, hi, (*shape, layout.block))
+    per_block = [rng.normal(size=shape).astype(layout.number) for _ in range(1 + layout.minimum)]
     return q, per_block
 
 
-def meaning(layout: Layout, q: Quants, per_block: list[Halves]) -> NDArray[np.float32]:
+def meaning(layout: Layout, q: Quants, per_block: list[Numbers]) -> NDArray[np.float32]:
     """The weights by the formula of the module's docstring, in float32."""
     scale = per_block[0].astype(np.float32)[..., None]
     centred = q.astype(np.float32) - (8 if layout is Q4 else 0)
@@ -109,6 +111,12 @@ def test_sizes() -> None:
     assert Q4.bytes(17, 64) == 2 * 16 * 2 * (16 + 2)
     assert Q4M.group_bytes(33) == 2 * 16 * (16 + 4)
     assert LAYOUTS["bf16"].bytes(3, 5) == 30
+    assert LAYOUTS["q8f.16x16"].bytes(16, 64) == 2 * 16 * (32 + 2 * 4)
+    bits = {x.name: x.weight_bits for x in QUANTS}
+    assert bits == {
+        "q4.16x32": 4.5, "q4m.16x32": 5, "q4mf.16x32": 6, "q4mf.16x16": 8,
+        "q8.16x32": 8.5, "q8f.16x16": 10, "q8mf.16x32": 10,
+    }  # fmt: skip
     assert LAYOUTS["bf16"].element == np.dtype(ml_dtypes.bfloat16)
     with pytest.raises(AssertionError):
         Q8.span(8, 32, 64)

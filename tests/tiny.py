@@ -52,10 +52,11 @@ def random_bytes(rng: np.random.Generator, layout: Layout, n: int, k: int) -> U8
     """A packed random matrix whose entries are about 1/sqrt(k)."""
     if layout.element is not None:
         return pack_plain(layout, rng.standard_normal((n, k), np.float32) / np.sqrt(k))
-    levels, shape = (15 if layout.bits == 4 else 255), (n, k // 32)
-    q = rng.integers(0, levels + 1, (*shape, 32)) - (128 if layout.bits == 8 else 0)
-    scale = (rng.uniform(0.5, 1.5, shape) * 4 / levels / np.sqrt(k)).astype(np.float16)
-    minimum = (scale * np.float16(-7.5)).astype(np.float16) if layout.minimum else None
+    levels, shape = (15 if layout.bits == 4 else 255), (n, layout.blocks(k))
+    q = rng.integers(0, levels + 1, (*shape, layout.block))
+    q = q - (128 if layout.bits == 8 and not layout.minimum else 0)
+    scale = (rng.uniform(0.5, 1.5, shape) * 4 / levels / np.sqrt(k)).astype(layout.number)
+    minimum = (scale * -levels / 2).astype(layout.number) if layout.minimum else None
     return pack_quants(layout, q, scale, minimum)
 
 

@@ -32,9 +32,9 @@ from flashrt.backends.cpu.intrinsics import (
 from flashrt.backends.cpu.linear import Kernel, L, finish
 from flashrt.backends.cpu.rows import RUN, TILE, TILE_BLOCKS, TILE_RUNS
 from flashrt.backends.cpu.share import channels_of, product_run, product_runs
-from flashrt.backends.cpu.tiles import VH, decode, load_at
-from flashrt.backends.cpu.vector import LANES, VI, V, call, load_whole, muladd, store_whole
-from flashrt.layouts import BLOCK
+from flashrt.backends.cpu.tiles import decode, numbers, parts
+from flashrt.backends.cpu.vector import LANES, VI, call, load_whole, muladd, store_whole
+from flashrt.layouts import LAYOUTS, Layout
 
 # Tile registers. Four in use, not all eight: beside a busy hyper-thread the processor has few to rename,
 # and a product of 2 × 2 tiles then takes twice as long as one of 1 × 2.
@@ -112,20 +112,24 @@ def pairs(b: ir.IRBuilder, even: ir.Value, odd: ir.Value) -> ir.Value:
 
 
 @cache
-def weight_tile(bits: int, minimum: bool) -> Any:
-    """fill(dst, q, s, m): one block of 16 channels as a bf16 tile."""
+def weight_tile(layout: Layout) -> Any:
+    """fill(dst, q, s, m): one block of 32 k × 16 channels as a bf16 tile."""
 
     @intrinsic
     def fill(typing, dst, q, s, m):
         def codegen(context, b, signature, args):
             dst, q, s, m = args
-            scale = b.fpext(load_at(b, s, VH), V)
-            least = b.fpext(load_at(b, m, VH), V) if minimum else None
-            for j in range(bits):
-                weights = {
-                    k: muladd(b, scale, value, least) if minimum else b.fmul(scale, value)
-                    for k, value in decode(b, q, j, bits, minimum)
-                }
+            places = [I64(LANES * layout.number.itemsize * part) for part in range(parts(layout))]
+            scales = [numbers(b, b.add(s, place), layout) for place in places]
+            minima = [numbers(b, b.add(m, place), layout) for place in places] if layout.minimum else []
+            for j in range(layout.bits):
+                weights = {}
+                for k, value in decode(b, q, j, layout):
+                    scale = scales[k // layout.block]
+                    if minima:
+                        weights[k] = muladd(b, scale, value, minima[k // layout.block])
+                    else:
+                        weights[k] = b.fmul(scale, value)
                 for k in sorted(weights)[::2]:
                     row = at(b, b.add(dst, I64(32 * k)), VW)
                     b.store(pairs(b, weights[k], weights[k + 1]), row).align = 64
@@ -136,11 +140,11 @@ def weight_tile(bits: int, minimum: bool) -> Any:
     return fill
 
 
-def quantised_bf16(bits: int, minimum: bool) -> Kernel:
-    """The kernel of a packed format with groups of 16 channels and blocks of 32."""
-    fill = weight_tile(bits, minimum)
-    quant_bytes = 16 * BLOCK * bits // 8
-    block_bytes = quant_bytes + (64 if minimum else 32)
+def quantised_bf16(name: str) -> Kernel:
+    """The kernel of a packed layout with groups of 16 channels."""
+    layout = LAYOUTS[name]
+    fill = weight_tile(layout)
+    quant_bytes, scale_bytes, block_bytes = layout.quant_bytes, layout.scale_bytes, layout.block_bytes
 
     @inner
     def store_sums(row, sums, first, tokens, channel):
@@ -170,10 +174,11 @@ def quantised_bf16(bits: int, minimum: bool) -> Kernel:
         blocks = (word(row, L.k) + 31) >> 5
         for i in range(min(((word(row, L.n) + 15) >> 4) - 2 * pair, 2)):
             group = operand(row, L.w_at, L.w) + (2 * pair + i) * blocks * block_bytes
-            q, s = group + from_block * quant_bytes, group + blocks * quant_bytes + 32 * from_block
+            q, s = group + from_block * quant_bytes, group + blocks * quant_bytes + scale_bytes * from_block
+            m = s + scale_bytes * blocks
             for c in range(count):
-                at = 32 * c
-                fill(tiles + TILE * (2 * c + i), q + c * quant_bytes, s + at, s + 32 * blocks + at)
+                at = scale_bytes * c
+                fill(tiles + TILE * (2 * c + i), q + c * quant_bytes, s + at, m + at)
 
     @inner
     def some_runs(row, pair, begin, end, tid, nth, tiles):

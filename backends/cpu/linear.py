@@ -26,6 +26,7 @@ from flashrt.backends.cpu.intrinsics import (
 from flashrt.backends.cpu.share import channels_of, over_tokens, product_run, product_runs
 from flashrt.backends.cpu.tiles import element_as_f32, plain_tile, quant_tile
 from flashrt.backends.cpu.vector import lane_sum, load, load_whole, spread, store, store_whole
+from flashrt.layouts import LAYOUTS
 
 L = rows.Linear(*range(len(rows.Linear._fields)))
 E = rows.Embedding(*range(len(rows.Embedding._fields)))
@@ -59,11 +60,11 @@ def pad_rows(dst, x, x_stride, tokens, count):
         copy_bytes(dst + 128 * i, x + i * x_stride, 4 * count)
 
 
-def quantised(bits: int, minimum: bool) -> Kernel:
-    """The kernel of a packed format with groups of 16 channels and blocks of 32."""
-    tile8, tile4, tile1 = (quant_tile(bits, minimum, tokens) for tokens in (8, 4, 1))
-    quant_bytes = 16 * 32 * bits // 8
-    block_bytes = quant_bytes + (64 if minimum else 32)
+def quantised(name: str) -> Kernel:
+    """The kernel of a packed layout with groups of 16 channels."""
+    layout = LAYOUTS[name]
+    tile8, tile4, tile1 = (quant_tile(layout, tokens) for tokens in (8, 4, 1))
+    quant_bytes, scale_bytes, block_bytes = layout.quant_bytes, layout.scale_bytes, layout.block_bytes
 
     @inner
     def add(tokens, q, s, m, blocks, x, x_stride, acc):
@@ -84,7 +85,7 @@ def quantised(bits: int, minimum: bool) -> Kernel:
         for g in range(first_group, last_group):
             q = weights + g * blocks * block_bytes
             s = q + blocks * quant_bytes
-            m = s + blocks * 32
+            m = s + blocks * scale_bytes
             for run in range(product_runs(t_count, nth)):
                 t, end = product_run(run, t_count, tid, nth)
                 while t < end:
@@ -94,7 +95,7 @@ def quantised(bits: int, minimum: bool) -> Kernel:
                     add(tokens, q, s, m, whole, x, x_stride, acc)
                     if tail:
                         pad_rows(padded, x + 128 * whole, x_stride, tokens, tail)
-                        at = whole * quant_bytes, 32 * whole
+                        at = whole * quant_bytes, whole * scale_bytes
                         add(tokens, q + at[0], s + at[1], m + at[1], 1, padded, 128, acc)
                     for i in range(tokens):
                         finish(row, load_whole(acc + 64 * i), t + i, 16 * g, n - 16 * g)
@@ -210,15 +211,18 @@ def plain_embedding(element: str) -> Kernel:
     return _embedding(decode)
 
 
-def quantised_embedding(bits: int, minimum: bool) -> Kernel:
-    """Rows of a packed format: exactly `layouts.unpack`."""
-    half, quant_bytes = element_as_f32("f16"), 16 * 32 * bits // 8
-    block_bytes = quant_bytes + (64 if minimum else 32)
+def quantised_embedding(name: str) -> Kernel:
+    """Rows of a packed layout: exactly `layouts.unpack`."""
+    layout = LAYOUTS[name]
+    bits, minimum, shift = layout.bits, layout.minimum, layout.block.bit_length() - 1
+    quant_bytes, scale_bytes, block_bytes = layout.quant_bytes, layout.scale_bytes, layout.block_bytes
+    number, item = element_as_f32("f32" if layout.wide else "f16"), layout.number.itemsize
 
     @inner
     def quant(block, channel, k):
         if bits == 8:
-            return types.int64(types.int8(load_u8(block + (k >> 2) * 64 + channel * 4 + (k & 3))))
+            byte = load_u8(block + (k >> 2) * 64 + channel * 4 + (k & 3))
+            return types.int64(byte) if minimum else types.int64(types.int8(byte))
         both = types.int64(load_u8(block + (k >> 3) * 64 + channel * 4 + (k & 3)))
         return (both >> (k & 4)) & 15
 
@@ -226,13 +230,13 @@ def quantised_embedding(bits: int, minimum: bool) -> Kernel:
     def decode(weights, id, count, y):
         blocks, channel = (count + 31) >> 5, id & 15
         group = weights + (id >> 4) * blocks * block_bytes
-        scales = group + blocks * quant_bytes + 2 * channel
+        scales = group + blocks * quant_bytes + item * channel
         for k in range(count):
-            block = k >> 5
-            q = quant(group + block * quant_bytes, channel, k & 31)
-            scale = half(scales + 32 * block)
+            q = quant(group + (k >> 5) * quant_bytes, channel, k & 31)
+            at = scales + 16 * item * (k >> shift)
+            scale = number(at)
             if minimum:
-                store_f32(y + 4 * k, scale * types.float32(q) + half(scales + 32 * (blocks + block)))
+                store_f32(y + 4 * k, scale * types.float32(q) + number(at + blocks * scale_bytes))
             else:
                 store_f32(y + 4 * k, scale * types.float32(q if bits == 8 else q - 8))
 

@@ -2,7 +2,7 @@
 
 Each is generated for its weight format and its number of tokens. Whatever that
 number, one output element is summed in the same order: two chains (even and
-odd k) inside a block of 32, their sum times the block's scale onto the total.
+odd k) inside the weights that share a scale, their sum times it onto the total.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numba.core import cgutils
 
 from flashrt.backends.cpu.intrinsics import F32, I16, I64, at, emit_prefetch, intrinsic
 from flashrt.backends.cpu.vector import LANES, VI, VS, V, constant, masked_load, muladd, splat, tree
-from flashrt.layouts import BLOCK
+from flashrt.layouts import BLOCK, Layout
 
 VH = ir.VectorType(ir.HalfType(), LANES)
 # A float whose bits are 0x4B000000 | n is 2^23 + n, for n < 2^23: whole numbers without a conversion.
@@ -42,13 +42,18 @@ def _whole(b: ir.IRBuilder, words: ir.Value, bit: int, bits: int, zero: int) -> 
     return b.fsub(b.bitcast(b.or_(words, ints(_MAGIC)), V), constant(_BASE + zero))
 
 
-def decode(b: ir.IRBuilder, q: ir.Value, j: int, bits: int, minimum: bool) -> list[tuple[int, ir.Value]]:
-    """(k, quants of 16 channels) of the j-th 64 bytes of a block; see flashrt/layouts.py."""
+def shifted(b: ir.IRBuilder, words: ir.Value) -> ir.Value:
+    """Signed bytes to unsigned ones: 128 more."""
+    return b.xor(words, ints(-0x7F7F7F80))
+
+
+def decode(b: ir.IRBuilder, q: ir.Value, j: int, layout: Layout) -> list[tuple[int, ir.Value]]:
+    """(k, quants of 16 channels) of the j-th 64 bytes of a block of 32; see flashrt/layouts.py."""
     words = load_at(b, q, VI, 64 * j, 4)
-    if bits == 8:
-        words = b.xor(words, ints(-0x7F7F7F80))  # signed bytes to unsigned ones: 128 more
-        return [(4 * j + i, _whole(b, words, 8 * i, 8, 128)) for i in range(4)]
-    zero = 0 if minimum else 8
+    zero = 0 if layout.minimum else 1 << layout.bits - 1
+    if layout.bits == 8:
+        words = words if layout.minimum else shifted(b, words)
+        return [(4 * j + i, _whole(b, words, 8 * i, 8, zero)) for i in range(4)]
     low = [(8 * j + i, _whole(b, words, 8 * i, 4, zero)) for i in range(4)]
     return low + [(8 * j + 4 + i, _whole(b, words, 8 * i + 4, 4, zero)) for i in range(4)]
 
@@ -56,21 +61,36 @@ def decode(b: ir.IRBuilder, q: ir.Value, j: int, bits: int, minimum: bool) -> li
 AHEAD = 12288  # bytes: some 200 ns of work for one token
 
 
-def prefetch_ahead(b: ir.IRBuilder, q: ir.Value, block: ir.Value, bits: int, minimum: bool) -> None:
-    """Asks for the bytes that are read soon; q: where a group begins.
+def parts(layout: Layout) -> int:
+    """How many scales a channel has for 32 weights."""
+    return BLOCK // layout.block
+
+
+def words(layout: Layout, part: int) -> range:
+    """Which 64 bytes of a block of 32 hold the quants of its part-th scale."""
+    each = layout.bits // parts(layout)
+    return range(part * each, (part + 1) * each)
+
+
+def numbers(b: ir.IRBuilder, address: ir.Value, layout: Layout) -> ir.Value:
+    """Scales or minima of 16 channels."""
+    return floats(b, address, "f32" if layout.wide else "f16")
+
+
+def prefetch_ahead(b: ir.IRBuilder, q: ir.Value, step: ir.Value, record: int) -> None:
+    """Asks for the bytes that are read soon. q: where a group begins; record: bytes of it a step.
 
     Quants, scales and minima of a group are three short runs, too short for the processor to guess; but
     groups lie behind each other, so their bytes are one.
     """
-    record = 16 * (BLOCK * bits // 8 + 2 + 2 * minimum)  # of a block
-    address = b.add(q, b.mul(block, I64(record)))
+    address = b.add(q, b.mul(step, I64(record)))
     for offset in range(0, record, 64):
         emit_prefetch(b, b.add(address, I64(AHEAD + offset)), 3)
 
 
 @cache
-def quant_tile(bits: int, minimum: bool, tokens: int) -> Any:
-    """tile(q, s, m, blocks, x, x_stride, acc): adds 16 channels × `tokens` over `blocks` blocks.
+def quant_tile(layout: Layout, tokens: int) -> Any:
+    """tile(q, s, m, blocks, x, x_stride, acc): adds 16 channels × `tokens` over `blocks` blocks of 32.
 
     q, s, m: addresses of a group's quants, scales and minima. x: address of f32 with rows
     x_stride bytes apart. acc: f32[tokens][16], read and written.
@@ -83,29 +103,37 @@ def quant_tile(bits: int, minimum: bool, tokens: int) -> Any:
             rows = [b.add(x, b.mul(x_stride, I64(t))) for t in range(tokens)]
             totals = Totals(b, acc, tokens)
             with cgutils.for_range(b, blocks) as loop:
-                block = b.add(q, b.mul(loop.index, I64(16 * 32 * bits // 8)))
+                block = b.add(q, b.mul(loop.index, I64(layout.quant_bytes)))
                 at_x = [b.add(row, b.mul(loop.index, I64(128))) for row in rows]
-                chains = [[constant(0.0), constant(0.0)] for _ in range(tokens)]
-                for j in range(bits):
-                    for k, w in decode(b, block, j, bits, minimum):
-                        for t in range(tokens):
-                            xk = splat(b, load_at(b, at_x[t], F32, 4 * k, 4))
-                            chains[t][k & 1] = muladd(b, w, xk, chains[t][k & 1])
-                per_block = b.mul(loop.index, I64(32))
-                scale = b.fpext(load_at(b, b.add(s, per_block), VH), V)
-                for t in range(tokens):
-                    totals.add(t, b.fadd(*chains[t]), scale)
-                if minimum:
-                    least = b.fpext(load_at(b, b.add(m, per_block), VH), V)
+                of_block = b.mul(loop.index, I64(layout.scale_bytes))
+                for part in range(parts(layout)):
+                    place = b.add(of_block, I64(LANES * layout.number.itemsize * part))
+                    chains = [[constant(0.0), constant(0.0)] for _ in range(tokens)]
+                    for j in words(layout, part):
+                        for k, w in decode(b, block, j, layout):
+                            for t in range(tokens):
+                                xk = splat(b, load_at(b, at_x[t], F32, 4 * k, 4))
+                                chains[t][k & 1] = muladd(b, w, xk, chains[t][k & 1])
+                    scale = numbers(b, b.add(s, place), layout)
                     for t in range(tokens):
-                        halves = [load_at(b, at_x[t], V, 64 * i, 4) for i in range(2)]
-                        totals.add(t, splat(b, tree(b, b.fadd(*halves), b.fadd)), least)
+                        totals.add(t, b.fadd(*chains[t]), scale)
+                    if layout.minimum:
+                        least = numbers(b, b.add(m, place), layout)
+                        for t in range(tokens):
+                            totals.add(t, splat(b, _sum_of(b, at_x[t], part, layout)), least)
             totals.store()
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), codegen
 
     return tile
+
+
+def _sum_of(b: ir.IRBuilder, x: ir.Value, part: int, layout: Layout) -> ir.Value:
+    """Σ x over the k that share a scale."""
+    first = layout.block * part
+    vectors = [load_at(b, x, V, 4 * k, 4) for k in range(first, first + layout.block, LANES)]
+    return tree(b, b.fadd(*vectors) if len(vectors) == 2 else vectors[0], b.fadd)
 
 
 class Totals:

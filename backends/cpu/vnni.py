@@ -1,17 +1,17 @@
 """Products of packed weights with INT8 activations: numerics "act=i8/32 acc=f32".
 
-The sum over a block of 32 is taken in integers, so it is exact however it is taken: with
-AVX512-VNNI's four-byte dot product, in AMX tiles when there are several tokens (amx_i8.py), or with
-plain multiplications on any other processor.
+The sum over a block, the weights that share a scale, is taken in integers, so it is exact however it is
+taken: with AVX512-VNNI's four-byte dot product, in AMX tiles when there are several tokens (amx_i8.py),
+or with plain multiplications on any other processor.
 Blocks are then added in their order, in float32: so neither the processor nor the number of
 tokens, threads or channels beside a value changes a bit of it.
 
-    q4   y += (Σ q·a - 8·Σ a) · (scale · a_scale)
-    q4m  y += (scale · Σ q·a + min · Σ a) · a_scale
-    q8   y += (Σ (q+128)·a - 128·Σ a) · (scale · a_scale)
+    q4              y += (Σ q·a - 8·Σ a) · (scale · a_scale)
+    q8, q8f         y += (Σ (q+128)·a - 128·Σ a) · (scale · a_scale)
+    with a minimum  y += (scale · Σ q·a + min · Σ a) · a_scale
 
-A token's activations are laid out anew before the loop ("prepared"): whole blocks of bytes with
-zeros behind the last one, the scales f32[blocks], and Σ a of each block, as it is needed above.
+A token's activations are laid out anew before the loop ("prepared"): whole blocks of 32 bytes with
+zeros behind the last one, the scales f32[blocks of 32], and Σ a of each block, as it is needed above.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from flashrt.backends.cpu.intrinsics import (
 from flashrt.backends.cpu.linear import Kernel, L, finish, zero
 from flashrt.backends.cpu.rows import RUN, SUM_BLOCKS, TILED, i8_row_bytes
 from flashrt.backends.cpu.share import channels_of, product_run, product_runs
-from flashrt.backends.cpu.tiles import Totals, ints, load_at, prefetch_ahead
+from flashrt.backends.cpu.tiles import Totals, ints, load_at, parts, prefetch_ahead, words
 from flashrt.backends.cpu.vector import LANES, VI, call, load_whole, splat
-from flashrt.layouts import BLOCK
+from flashrt.layouts import BLOCK, LAYOUTS, Layout
 
 row_bytes = inner(i8_row_bytes)
 
@@ -66,13 +66,14 @@ def _dot(b: ir.IRBuilder, total: ir.Value, q: ir.Value, a: ir.Value, vnni: bool)
 
 
 @cache
-def dot_tile(bits: int, minimum: bool, tokens: int, vnni: bool) -> Any:
-    """tile(q, s, m, blocks, a, a_stride, acc): adds 16 channels × `tokens` over `blocks` blocks.
+def dot_tile(layout: Layout, tokens: int, vnni: bool) -> Any:
+    """tile(q, s, m, blocks, a, a_stride, acc): adds 16 channels × `tokens` over `blocks` blocks of 32.
 
     q, s, m: addresses of a group's quants, scales and minima. a: address of prepared activations,
     a_stride bytes from token to token. acc: f32[tokens][16], read and written.
     """
     chains = 2 if tokens == 1 else 1  # integers may be added in any order: whatever hides the latency
+    count = parts(layout)
 
     @intrinsic
     def tile(typing, q, s, m, blocks, a, a_stride, acc):
@@ -83,22 +84,24 @@ def dot_tile(bits: int, minimum: bool, tokens: int, vnni: bool) -> Any:
             sums = [b.add(row, b.mul(blocks, I64(BLOCK + 4))) for row in rows]
             totals = Totals(b, acc, tokens)
             with cgutils.for_range(b, blocks) as loop:
-                block = b.add(q, b.mul(loop.index, I64(16 * BLOCK * bits // 8)))
+                block = b.add(q, b.mul(loop.index, I64(layout.quant_bytes)))
                 a_bytes = b.mul(loop.index, I64(BLOCK))
                 at_a = [b.add(row, a_bytes) for row in rows]
-                prefetch_ahead(b, q, loop.index, bits, minimum)
-                dots = [[ints(0)] * chains for _ in range(tokens)]
-                for j in range(bits):
-                    for k, w in unsigned(b, block, j, bits):
-                        for t in range(tokens):
-                            four, chain = load_at(b, at_a[t], I32, k, 4), k // 4 % chains
-                            dots[t][chain] = _dot(b, dots[t][chain], w, four, vnni)
-                weights = block_scales(b, s, m, loop.index, minimum)
-                of_block = b.mul(loop.index, I64(4))
-                for t in range(tokens):
-                    dot = b.add(*dots[t]) if chains == 2 else dots[t][0]
-                    places = b.add(scales[t], of_block), b.add(sums[t], of_block)
-                    add_block(b, totals, t, dot, weights, *places, minimum)
+                prefetch_ahead(b, q, loop.index, layout.block_bytes)
+                for part in range(count):
+                    dots = [[ints(0)] * chains for _ in range(tokens)]
+                    for j in words(layout, part):
+                        for k, w in unsigned(b, block, j, layout):
+                            for t in range(tokens):
+                                four, chain = load_at(b, at_a[t], I32, k, 4), k // 4 % chains
+                                dots[t][chain] = _dot(b, dots[t][chain], w, four, vnni)
+                    unit = b.add(b.mul(loop.index, I64(count)), I64(part))
+                    weights = block_scales(b, s, m, unit, layout)
+                    of_block, of_unit = b.mul(loop.index, I64(4)), b.mul(unit, I64(4))
+                    for t in range(tokens):
+                        dot = b.add(*dots[t]) if chains == 2 else dots[t][0]
+                        places = b.add(scales[t], of_block), b.add(sums[t], of_unit)
+                        add_block(b, totals, t, dot, weights, *places, layout.minimum)
             totals.store()
             return context.get_dummy_value()
 
@@ -108,14 +111,15 @@ def dot_tile(bits: int, minimum: bool, tokens: int, vnni: bool) -> Any:
 
 
 @cache
-def store_sum(times: int, as_float: bool) -> Any:
-    """store(dst, src): `times` Σ of 32 signed bytes, as an int32 or a float32."""
+def store_sum(times: int, as_float: bool, count: int) -> Any:
+    """store(dst, src): `times` Σ of `count` signed bytes, 16 or 32, as an int32 or a float32."""
 
     @intrinsic
     def store(typing, dst, src):
         def codegen(context, b, signature, args):
-            halves = [load_at(b, args[1], ir.VectorType(I8, LANES), LANES * i, 1) for i in range(2)]
-            wide = b.add(*(b.sext(half, VI) for half in halves))
+            bytes_at = range(0, count, LANES)
+            wide = [b.sext(load_at(b, args[1], ir.VectorType(I8, LANES), i, 1), VI) for i in bytes_at]
+            wide = b.add(*wide) if len(wide) == 2 else wide[0]
             total = b.mul(call(b, "llvm.vector.reduce.add.v16i32", I32, wide), I32(times))
             value = b.sitofp(total, F32) if as_float else total
             b.store(value, at(b, args[0], value.type)).align = 4
@@ -126,9 +130,11 @@ def store_sum(times: int, as_float: bool) -> Any:
     return store
 
 
-def preparation(bits: int, minimum: bool) -> Any:
+def preparation(layout: Layout) -> Any:
     """prepare(x, k, dst): one quantised row as the tiles read it; see the top of this file."""
-    store = store_sum(1 if minimum else (8 if bits == 4 else 128), minimum)
+    times = 1 if layout.minimum else 1 << layout.bits - 1
+    store = store_sum(times, layout.minimum, layout.block)
+    count, block = parts(layout), layout.block
 
     @inner
     def prepare(x, k, dst):
@@ -137,22 +143,23 @@ def preparation(bits: int, minimum: bool) -> Any:
             zero(dst + (k >> 5) * 32, 1)
         copy_bytes(dst, x, k)
         copy_bytes(dst + 32 * blocks, x + k, 4 * blocks)
-        for i in range(blocks):
-            store(dst + 36 * blocks + 4 * i, dst + 32 * i)
+        for i in range(blocks * count):
+            store(dst + 36 * blocks + 4 * i, dst + block * i)
 
     return prepare
 
 
-def quantised_i8(bits: int, minimum: bool, vnni: bool, tiles: bool = False) -> Kernel:
-    """The kernel of a packed format with groups of 16 channels and blocks of 32.
+def quantised_i8(name: str, vnni: bool, tiles: bool = False) -> Kernel:
+    """The kernel of a packed layout with groups of 16 channels.
 
     tiles: AMX does the sums of TILED tokens and more.
     """
-    tile8, tile4, tile1 = (dot_tile(bits, minimum, tokens, vnni) for tokens in (8, 4, 1))
-    tile_sums: Any = tile_group(bits, minimum) if tiles else None
-    prepare = preparation(bits, minimum)
-    quant_bytes = 16 * BLOCK * bits // 8
-    block_bytes = quant_bytes + (64 if minimum else 32)
+    layout = LAYOUTS[name]
+    tile8, tile4, tile1 = (dot_tile(layout, tokens, vnni) for tokens in (8, 4, 1))
+    tile_sums: Any = tile_group(layout) if tiles else None
+    tiles_on: Any = tiles_i8_on(layout.block)
+    prepare, scales = preparation(layout), parts(layout)
+    quant_bytes, scale_bytes, block_bytes = layout.quant_bytes, layout.scale_bytes, layout.block_bytes
 
     @inner
     def add(tokens, q, s, m, blocks, a, stride, acc):
@@ -174,7 +181,7 @@ def quantised_i8(bits: int, minimum: bool, vnni: bool, tiles: bool = False) -> K
             left = count - t
             tokens = 8 if left >= 8 else (4 if left >= 4 else 1)
             zero(acc, tokens)
-            add(tokens, q, s, s + 32 * blocks, blocks, a + t * stride, stride, acc)
+            add(tokens, q, s, s + scale_bytes * blocks, blocks, a + t * stride, stride, acc)
             for i in range(tokens):
                 finish(row, load_whole(acc + 64 * i), first + t + i, 16 * g, n - 16 * g)
             t += tokens
@@ -186,13 +193,14 @@ def quantised_i8(bits: int, minimum: bool, vnni: bool, tiles: bool = False) -> K
         q = operand(row, L.w_at, L.w) + g * blocks * block_bytes
         s = q + blocks * quant_bytes
         zero(acc, count)
-        tile_sums(q, s, s + 32 * blocks, blocks, a, stride, count, acc, work, work + 512 * SUM_BLOCKS)
+        sums = work + 512 * SUM_BLOCKS
+        tile_sums(q, s, s + scale_bytes * blocks, blocks, a, stride, count, acc, work, sums)
         for i in range(count):
             finish(row, load_whole(acc + 64 * i), first + i, 16 * g, n - 16 * g)
 
     def kernel(tid, nth, row):
         n, k, t_count = word(row, L.n), word(row, L.k), word(row, L.t)
-        groups, stride = (n + 15) >> 4, row_bytes(k)
+        groups, stride = (n + 15) >> 4, row_bytes(k, scales)
         a, acc = word(row, L.scratch) + tid * word(row, L.scratch_stride), stack(16 * 64)
         first_group, last_group = channels_of(groups, t_count, tid, nth)
         for run in range(product_runs(t_count, nth)):
@@ -203,7 +211,7 @@ def quantised_i8(bits: int, minimum: bool, vnni: bool, tiles: bool = False) -> K
             if tiles:
                 while end - t >= TILED:
                     count = min(end - t, 16)
-                    tiles_i8_on(stack(64), count)
+                    tiles_on(stack(64), count)
                     for g in range(first_group, last_group):
                         tiled_group(row, g, t, count, a + (t - first) * stride, stride, acc, a + RUN * stride)
                     tiles_off()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
@@ -28,7 +29,7 @@ from flashrt.cli.options import (
     Without,
     obtain,
 )
-from flashrt.cli.terminal import micros, progress, say, show_table, size
+from flashrt.cli.terminal import micros, progress, say, show, show_table, size
 from flashrt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -186,6 +187,8 @@ def estimate(variant: Variant) -> float:
 
 
 def _summary(plan: Plan, cached: bool, stages: list[Stage]) -> dict[str, Any]:
+    from flashrt.weights.index import rounded
+
     seconds: dict[str, float] = {}
     for stage in stages:
         seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.seconds
@@ -196,6 +199,7 @@ def _summary(plan: Plan, cached: bool, stages: list[Stage]) -> dict[str, Any]:
         "key": plan.key,
         "logical_nodes": len(plan.logical.nodes),
         "weight_bytes": sum(b.bytes for b in plan.variants[0].stream.blocks),
+        "rounded": rounded(plan.logical.weights, plan.weights),
         "variants": [_variant(v) for v in plan.variants],
         "pass_seconds": seconds,
     }
@@ -249,6 +253,14 @@ def _print_summary(facts: dict[str, Any]) -> None:
     ]
     weights = f"{facts['logical_nodes']:,} operations, {size(facts['weight_bytes'])} of weights"
     show_table(f"{facts['name']}: {weights}", columns, rows, less=("regions", "nodes", "activations"))
+    if facts["rounded"]:
+        show(told_rounded(facts["rounded"]))
+
+
+def told_rounded(found: Mapping[str, int]) -> str:
+    """Which tensors a plan keeps with loss."""
+    kinds = ", ".join(f"{count} from {kind}" for kind, count in found.items())
+    return f"tensors kept with loss: {kinds} (--quantize lossless keeps them as they are)"
 
 
 def _told(facts: dict[str, Any], output: Path | None, sealed: bool) -> str:

@@ -7,7 +7,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from flashrt.cli.compile import estimate
+from flashrt.cli.compile import estimate, told_rounded
 from flashrt.cli.options import (
     Budgets,
     Chosen,
@@ -58,12 +58,15 @@ def explanation(plan: Plan) -> dict[str, Any]:
     Of a variant, `estimate_us` is what a step takes; `nodes_us` is the sum over its nodes as they were
     placed, before the performance passes.
     """
+    from flashrt.weights.index import rounded
+
     return {
         "name": plan.name,
         "devices": [
             {"id": d.id, "name": d.name, "read_gb_per_s": d.read.value / 1e9, "read_is": d.read.how}
             for d in plan.machine.devices
         ],
+        "rounded": rounded(plan.logical.weights, plan.weights),
         "variants": [_variant(v) for v in plan.variants],
     }
 
@@ -109,6 +112,8 @@ def _print(facts: dict[str, Any]) -> None:
     for device in facts["devices"]:
         rate = f"reads {device['read_gb_per_s']:.1f} GB/s ({device['read_is']})"
         show(f"{device['id']}  {device['name']}, {rate}")
+    if facts["rounded"]:
+        show(told_rounded(facts["rounded"]))
     for variant in facts["variants"]:
         show("")
         _print_variant(variant)

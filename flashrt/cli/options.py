@@ -89,8 +89,8 @@ Placed = Annotated[
 Quantize = Annotated[
     str | None,
     typer.Option(
-        help="round matrices that take more bits: q4, q8 or bf16; or lossless: K-quants of a GGUF file that "
-        "are rounded otherwise (Q4_K, Q6_K, …) stay as they are, in float32",
+        help="round matrices that take more bits: q4, q8 or bf16; or lossless: what would be rounded for a "
+        "device stays as the file has it, in float32",
     ),
 ]
 QuantizeExclude = Annotated[

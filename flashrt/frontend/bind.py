@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from flashrt.errors import ModelError, UnsupportedModel
 from flashrt.ir.logical import Graph
 from flashrt.ir.types import Weight
+from flashrt.layouts import LAYOUTS, Q8F
 from flashrt.weights.formats import FORMATS, native_layout
 from flashrt.weights.index import Tensor, WeightIndex
 
@@ -37,7 +38,7 @@ def select(
         found = _find(source, index, prefix, (aliases or {}).get(source, ()))
         if found is None:
             missing.append(source)
-        elif source in transposed:
+        elif source in transposed and not found.grouped:
             tensors[source] = replace(found, shape=found.shape[::-1], transposed=True)
         else:
             tensors[source] = found
@@ -79,10 +80,10 @@ def bind(graph: Graph, index: WeightIndex, constants: Mapping[str, NDArray[np.ge
 
 
 def _bound(weight: Weight, index: WeightIndex, constants: Mapping[str, NDArray[np.generic]]) -> Weight:
-    shapes, layout = [], "f32"
+    shapes, layouts = [], []
     for source in weight.sources:
         tensor = index.tensors.get(source)
-        if tensor is not None and tensor.format not in FORMATS:
+        if tensor is not None and not tensor.grouped and tensor.format not in FORMATS:
             raise UnsupportedModel(
                 f"tensor {source} is stored as {tensor.format}", hint=f"known formats: {', '.join(FORMATS)}"
             )
@@ -90,9 +91,16 @@ def _bound(weight: Weight, index: WeightIndex, constants: Mapping[str, NDArray[n
             raise ModelError(f"tensor {source}, which the model's {weight.name} is made from, is missing")
         shapes.append(constants[source].shape if tensor is None else tensor.shape)
         if tensor is not None and len(weight.type.shape) == 2:
-            layout = native_layout(tensor.format)
+            layouts.append(native_layout(tensor.format))
     _check(weight, shapes)
-    return replace(weight, layout=weight.layout or layout)
+    return replace(weight, layout=weight.layout or _common(layouts))
+
+
+def _common(layouts: Sequence[str]) -> str:
+    """One layout for parts that are stored in different ones: what all can be rounded to."""
+    if len(set(layouts)) == 1:
+        return layouts[0]
+    return Q8F.name if any(LAYOUTS[x].bits for x in layouts) else "f32"
 
 
 def _check(weight: Weight, shapes: Sequence[tuple[int, ...]]) -> None:

@@ -46,10 +46,11 @@ def packed(layout: str, n: int, k: int, seed: int = 5) -> U8:
     rng, kind = np.random.default_rng(seed), LAYOUTS[layout]
     if kind.element is not None:
         return pack_plain(kind, rng.standard_normal((n, k)).astype(np.float32))
-    nblk = -(-k // 32)
-    q = rng.integers(*((-128, 128) if kind.bits == 8 else (0, 16)), (n, nblk, 32))
-    scale = rng.uniform(0.01, 0.1, (n, nblk)).astype(np.float16)
-    return pack_quants(kind, q, scale, -scale * np.float16(7) if kind.minimum else None)
+    blocks = kind.blocks(k)
+    low = -128 if kind.bits == 8 and not kind.minimum else 0
+    q = rng.integers(low, low + (1 << kind.bits), (n, blocks, kind.block))
+    scale = rng.uniform(0.01, 0.1, (n, blocks)).astype(kind.number)
+    return pack_quants(kind, q, scale, -scale * kind.number.type(7) if kind.minimum else None)
 
 
 def compute(stream: micro.Stream) -> list[Compute]:

@@ -43,11 +43,11 @@ def packed(layout: str, n: int, k: int) -> tuple[U8, F32]:
     if kind.element is not None:
         data = pack_plain(kind, r(n, k))
     else:
-        nblk = -(-k // 32)
-        low, high = (-127, 128) if kind.bits == 8 else (0, 16)
-        q = RNG.integers(low, high, (n, nblk, 32))
-        scale = RNG.uniform(0.01, 0.1, (n, nblk)).astype(np.float16)
-        data = pack_quants(kind, q, scale, -scale * np.float16(7) if kind.minimum else None)
+        blocks = kind.blocks(k)
+        low = -128 if kind.bits == 8 and not kind.minimum else 0
+        q = RNG.integers(low, low + (1 << kind.bits), (n, blocks, kind.block))
+        scale = RNG.uniform(0.01, 0.1, (n, blocks)).astype(kind.number)
+        data = pack_quants(kind, q, scale, -scale * kind.number.type(7) if kind.minimum else None)
     return data, unpack(kind, data, n, k)
 
 

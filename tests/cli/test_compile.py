@@ -151,10 +151,12 @@ def test_explain_names_devices_and_causes_where_they_differ() -> None:
         "host_rows": [], "nodes": nodes,
     }  # fmt: skip
     shown = typer.Typer()
-    shown.command()(lambda: _print({"name": "m", "devices": [], "variants": [variant]}))
+    facts = {"name": "m", "devices": [], "rounded": {"Q6_K in q8.16x32": 27}, "variants": [variant]}
+    shown.command()(lambda: _print(facts))
     lines = [line.split() for line in CliRunner().invoke(shown).stdout.splitlines() if line.strip()]
     assert ["layers.*.a", "cpu:0", "a", "3", "3.0", "µs", "50.0%", "24", "B"] in lines
     assert ["cause", "b:", "fast"] in lines
+    assert "tensors kept with loss: 27 from Q6_K in q8.16x32" in " ".join(lines[0])
 
 
 def test_explain_json_has_every_node(plan: str) -> None:

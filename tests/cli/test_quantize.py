@@ -43,5 +43,7 @@ def test_what_rounding_costs_is_measured(tmp_path: Path, cache: Path) -> None:
     assert same["perplexity"] == same["lossless_perplexity"] == rounded["lossless_perplexity"] > 1
     assert most == same, "a tied head was rounded although the embedding is excluded"
     assert 0 < abs(rounded["perplexity"] / same["perplexity"] - 1) < 0.2 and rounded["agreement"] > 0.5
-    told = done("compile", path, *ON_REFERENCE, "--quality", "--quantize", "q4").stderr
+    result = done("compile", path, *ON_REFERENCE, "--quality", "--quantize", "q4")
+    told = result.stderr
+    assert "tensors kept with loss: " in result.stdout and " in q4m.16x32" in result.stdout
     assert f"perplexity {rounded['perplexity']:.2f}, without rounding {same['perplexity']:.2f}" in told

@@ -88,14 +88,14 @@ def theirs(path: Path) -> Any:
     return transformers_model(path)
 
 
-# how weights are kept → how far logits (of up to 40) may be off transformers'
+# how weights are kept → how far logits (of up to 40) may be off transformers', how many tokens may differ
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("quantize", "tolerance"), [("lossless", 1e-3), ("", 1.0)])
+@pytest.mark.parametrize(("quantize", "tolerance", "differ"), [("", 1e-3, 0), ("q8", 1.0, 5)])
 def test_greedy_text_is_that_of_the_dequantised_weights(
-    path: Path, theirs: Any, quantize: str, tolerance: float
+    path: Path, theirs: Any, quantize: str, tolerance: float, differ: int
 ) -> None:
-    """As it runs by default, Q4_K's scales are rounded to f16 and Q6_K to i8: the likeliest token may be
-    another one only where two are as near as the logits are off."""
+    """As it runs by default, nothing is lost. With Q6_K rounded to i8, the likeliest token may be another one
+    only where two are as near as the logits are off."""
     options = CompileOptions(context=CONTEXT, quantize=quantize)
     with engine.LLM(str(path), sequences=len(PROMPTS), options=options) as llm:
         ids = {text: llm.chat.prompt(text) for text in PROMPTS}
@@ -114,4 +114,4 @@ def test_greedy_text_is_that_of_the_dequantised_weights(
         f"{quantize or 'default'}: {other} of {TOKENS * len(PROMPTS)} tokens differ, logits off {worst:.1e}"
     )
     assert worst < tolerance
-    assert other <= (0 if quantize else 5)
+    assert other <= differ

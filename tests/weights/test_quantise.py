@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashrt.errors import ModelError
 from flashrt.ir.types import TensorType, Weight
-from flashrt.layouts import LAYOUTS, pack_quants, unpack
+from flashrt.layouts import COARSER, LAYOUTS, pack_quants, unpack
 from flashrt.weights.formats import FORMATS, native_layout
 from flashrt.weights.index import EXACT_LAYOUT, Tensor, WeightIndex
+from flashrt.weights.index import rounded as counted
 from flashrt.weights.quantise import rounded
 from flashrt.weights.source import IndexSource, file_entry
 
@@ -28,9 +29,10 @@ F16_STEP = 2.0**-11
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q5_0": (0,), "Q5_1": (0, 2), "IQ4_NL": (0,), "IQ4_XS": (0,),
     "MXFP4": (), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": (),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
 }  # fmt: skip
-EXACT = [f for f in HALVES if f in EXACT_LAYOUT]
-ROUNDED = [f for f in HALVES if f not in (*EXACT, "Q4_K", "IQ4_XS")]
+COARSE = [f for f in HALVES if EXACT_LAYOUT[f] in COARSER and f not in ("Q4_K", "IQ4_XS")]
 
 
 def random_rows(form: str, n: int, seed: int, scale: float = 1e-3) -> np.ndarray:
@@ -42,6 +44,11 @@ def random_rows(form: str, n: int, seed: int, scale: float = 1e-3) -> np.ndarray
         blocks[..., at : at + 2] = halves.view(np.uint8)
     if form == "MXFP4":
         blocks[..., 0] = rng.integers(105, 140, blocks.shape[:2])
+    if form == "IQ1_M":  # the bits of its f16 number lie in the upper four of its last four words
+        words = rng.normal(0, scale, blocks.shape[:2]).astype(np.float16).view(np.uint16)
+        for i in range(4):
+            fours = (words >> np.uint16(4 * i) & 15).astype(np.uint8) << 4
+            blocks[..., 49 + 2 * i] = blocks[..., 49 + 2 * i] & 15 | fours
     return blocks.reshape(n, -1)
 
 
@@ -64,41 +71,65 @@ def largest(values: np.ndarray) -> np.ndarray:
     return np.repeat(np.abs(values).reshape(len(values), -1, 32).max(2), 32, axis=1)
 
 
-@pytest.mark.parametrize("form", EXACT)
+@pytest.mark.parametrize("form", HALVES)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
-def test_exact_formats_keep_every_weight(
+def test_every_format_keeps_every_weight(
     tmp_path_factory: pytest.TempPathFactory, form: str, seed: int
 ) -> None:
     rows = random_rows(form, 19, seed)
-    got = stored(tmp_path_factory.mktemp("exact"), form, rows, EXACT_LAYOUT[form])
+    got = stored(tmp_path_factory.mktemp("exact"), form, rows, native_layout(form))
     assert native_layout(form) == EXACT_LAYOUT[form]
     assert np.array_equal(got, meaning(form, rows))
 
 
-def test_q4_k_rounds_two_products_to_f16(tmp_path: Path) -> None:
+def test_all_formats_were_tried() -> None:
+    assert {f for f, found in FORMATS.items() if found.element is None} == set(HALVES)
+
+
+def test_scales_beyond_f16_are_held(tmp_path: Path) -> None:
+    """A product of Q4_K may be: f32 holds it."""
+    rows = random_rows("Q4_K", 3, 1, scale=2e4)
+    assert np.abs(want := meaning("Q4_K", rows)).max() > 65504
+    assert np.array_equal(stored(tmp_path, "Q4_K", rows, "q4mf.16x32"), want)
+    with pytest.raises(ModelError, match="that the f16 scales of q4m"):
+        stored(tmp_path, "Q4_K", rows, "q4m.16x32")
+
+
+@pytest.mark.parametrize("form", ["Q6_K", "IQ2_XS"])
+def test_damaged_scales_are_refused(tmp_path: Path, form: str) -> None:
+    rows = random_rows(form, 3, 1)
+    rows[1, (at := HALVES[form][0]) : at + 2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
+    with pytest.raises(ModelError, match="that the f32 scales of q8f"):
+        stored(tmp_path, form, rows, "q8f.16x16")
+
+
+def test_coarser_q4_k_rounds_two_products_to_f16(tmp_path: Path) -> None:
     """w = scale·q - min: both are off by 2^-11 at most, and nothing else is."""
-    rows = random_rows("Q4_K", 33, 1)
-    want, got = meaning("Q4_K", rows), stored(tmp_path, "Q4_K", rows, native_layout("Q4_K"))
+    rows, coarser = random_rows("Q4_K", 33, 1), COARSER[native_layout("Q4_K")]
+    want, got = meaning("Q4_K", rows), stored(tmp_path, "Q4_K", rows, coarser)
     ones, zeros = rows.reshape(33, -1, 144).copy(), rows.reshape(33, -1, 144).copy()
     ones[..., 16:], zeros[..., 16:] = 0xFF, 0
     least = np.abs(meaning("Q4_K", zeros.reshape(33, -1)))
     most = np.abs(meaning("Q4_K", ones.reshape(33, -1)) - meaning("Q4_K", zeros.reshape(33, -1)))
-    assert native_layout("Q4_K") == "q4m.16x32"
+    assert coarser == "q4m.16x32"
     assert (np.abs(got - want) <= (least + most) * F16_STEP + 1e-9).all()
     assert not np.array_equal(got, want)
 
 
-def test_iq4_xs_rounds_its_scales_to_f16(tmp_path: Path) -> None:
+def test_coarser_iq4_xs_rounds_its_scales_to_f16(tmp_path: Path) -> None:
     rows = random_rows("IQ4_XS", 33, 2)
-    want, got = meaning("IQ4_XS", rows), stored(tmp_path, "IQ4_XS", rows, native_layout("IQ4_XS"))
+    want = meaning("IQ4_XS", rows)
+    got = stored(tmp_path, "IQ4_XS", rows, COARSER[native_layout("IQ4_XS")])
     assert (np.abs(got - want) <= np.abs(want) * F16_STEP).all()
 
 
-@pytest.mark.parametrize("form", ROUNDED)
-def test_the_others_are_off_by_half_a_step_of_127(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("form", COARSE)
+def test_the_others_are_off_by_half_a_step_of_127_where_coarser(tmp_path: Path, form: str) -> None:
     rows = random_rows(form, 33, 3)
-    want, got = meaning(form, rows), stored(tmp_path, form, rows, native_layout(form))
-    assert native_layout(form) == "q8.16x32"
+    coarser = COARSER[native_layout(form)]
+    want, got = meaning(form, rows), stored(tmp_path, form, rows, coarser)
+    assert coarser == "q8.16x32"
     assert (np.abs(got - want) <= largest(want) / 254 * (1 + 2**-9) + 1e-7).all()
 
 
@@ -136,3 +167,19 @@ def test_what_scales_cannot_hold_is_refused(tmp_path: Path, value: float) -> Non
     rows = np.full((3, K), value, np.float32)
     with pytest.raises(ModelError, match=r"tensor w \(F32\) has values that the f16 scales of q8"):
         stored(tmp_path, "F32", rows.view(np.uint8), "q8.16x32")
+
+
+def test_what_is_kept_with_loss_is_counted() -> None:
+    formats = {"a": "Q6_K", "b": "Q6_K", "c": "Q4_K", "d": "BF16", "norm": "BF16"}
+    tensors = {name: Tensor(name, 0, 0, 0, form, (32, K)) for name, form in formats.items()}
+
+    def told(**layouts: str) -> dict[str, int]:
+        weights = [Weight(x, TensorType("f32", (32, K)), (x,), layout) for x, layout in layouts.items()]
+        joint = Weight("joint", TensorType("f32", (64, K)), ("a", "b"), layouts["a"])
+        return counted([*weights, joint], WeightIndex((), tensors))
+
+    assert told(a="q8f.16x16", c="q4mf.16x32", d="bf16", norm="f32") == {}
+    assert told(a="f32", c="f32", d="f32") == {}
+    assert told(a="q8.16x32", c="q4m.16x32", d="q8.16x32") == {
+        "Q6_K in q8.16x32": 3, "Q4_K in q4m.16x32": 1, "BF16 in q8.16x32": 1,
+    }  # fmt: skip
