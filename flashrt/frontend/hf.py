@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashrt.errors import ModelError, UnsupportedModel
-from flashrt.frontend import hub, safetensors
+from flashrt.frontend import hub, prequantised, prequantised_config, safetensors
 from flashrt.frontend.bind import bind, select
 from flashrt.frontend.chat_facts import read_chat, read_json
 from flashrt.frontend.expert_weights import arrange
@@ -27,6 +28,7 @@ ADVICE = (
     "run it with transformers, or take a model of a type that docs/models.md lists as right: decoders whose "
     "tokens meet in attention alone"
 )
+_COUNTS = "create_position_ids_from_input_ids"
 ATTENDING = {"full_attention", "sliding_attention"}
 
 
@@ -70,8 +72,8 @@ def trace_checked(config: Any, *, name: str, context: int) -> lm.Traced:
     from flashrt.frontend import gate, lm  # torch takes seconds to import: only when a model is traced
 
     refuse_known(config)
-    gate.check(config, context)
-    return lm.trace_model(config, name=name, context=context)
+    given = gate.check(config, context)
+    return lm.trace_model(config, name=name, context=context, given=given)
 
 
 def trace_config(
@@ -95,12 +97,6 @@ def _raw_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder / 'config.json'} is missing or empty", hint="give a whole model folder")
     if "model_type" not in raw:
         raise ModelError(f"{folder / 'config.json'} has no model_type")
-    quantised = raw.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else "?"
-        raise UnsupportedModel(
-            f"the checkpoint is quantised with {method}", hint="use the original checkpoint, or a GGUF file"
-        )
     return raw
 
 
@@ -119,6 +115,9 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> Any:
     except Exception as error:  # whatever a configuration class makes of wrong values
         raise ModelError(f"{folder / 'config.json'} isn't a valid configuration: {error}") from None
     text = config.get_text_config()
+    for part in (config, text):  # the model is built as it was before it was quantised
+        for key in prequantised_config.KEYS:
+            part.__dict__.pop(key, None)
     if text is not config:
         known_type(text.model_type)
     return text
@@ -143,8 +142,9 @@ def longest(config: Any, context: int | None) -> int:
         ModelError: it's out of range, or the model has no limit of its own and none was given.
     """
     limit = getattr(config, "max_position_embeddings", None)
-    if isinstance(limit, int) and context is not None:
-        limit = int(limit * _stretch(config))
+    if isinstance(limit, int):
+        limit = int(limit * _stretch(config)) if context is not None else limit
+        limit -= _before_first(config)
     if context is None and not isinstance(limit, int):
         raise ModelError(
             f"the configuration of this {config.model_type} has no max_position_embeddings",
@@ -155,6 +155,21 @@ def longest(config: Any, context: int | None) -> int:
     if context < 1 or (isinstance(limit, int) and context > limit):
         raise ModelError(f"a context of {context} tokens is out of range: this model takes 1 to {limit}")
     return context
+
+
+def _before_first(config: Any) -> int:
+    """How many entries of its table of positions a model has before that of the first token.
+
+    Models of RoBERTa's kind count positions from the token for padding. They have a function for that.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # slow to import: only when a model is traced
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.pad_token_id is None:
+        return 0
+    module = vars(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__])
+    own = [v for v in module.values() if getattr(v, "__module__", None) == module["__name__"]]
+    counts = any(hasattr(v, _COUNTS) or getattr(v, "__name__", "") == _COUNTS for v in own)
+    return int(config.pad_token_id) + 1 if counts else 0
 
 
 def _stretch(config: Any) -> float:
@@ -180,15 +195,21 @@ def refuse_known(config: Any) -> None:
 
 # ---- weights -----------------------------------------------------------------
 def _index(folder: Path) -> WeightIndex:
+    scheme = prequantised_config.read(read_json(folder / "config.json"), folder / "config.json")
+    index = safetensors.read_index(_files(folder))
+    return prequantised.joined(index, scheme) if scheme else index
+
+
+def _files(folder: Path) -> list[Path]:
     shards = folder / "model.safetensors.index.json"
     if shards.is_file():
         names = read_json(shards).get("weight_map")
         if not isinstance(names, dict):
             raise ModelError(f"{shards} has no weight_map")
-        return safetensors.read_index([folder / n for n in sorted({str(v) for v in names.values()})])
+        return [folder / n for n in sorted({str(v) for v in names.values()})]
     files = sorted(folder.glob("*.safetensors"))
     if files:
-        return safetensors.read_index(files)
+        return files
     if any(folder.glob("*.bin")):
         raise UnsupportedModel(
             f"{folder} has its weights in PyTorch's pickle format only",

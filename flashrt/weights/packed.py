@@ -26,7 +26,7 @@ from flashrt.backend import BlockSource
 from flashrt.errors import ModelError, ParseError
 from flashrt.ir.types import Weight
 from flashrt.layouts import LAYOUTS
-from flashrt.weights.index import File, Tensor, WeightIndex
+from flashrt.weights.index import File, Grouped, Tensor, WeightIndex
 from flashrt.weights.source import CHUNK, flat, pread_all
 
 U8 = NDArray[np.uint8]
@@ -204,7 +204,12 @@ def index_from_json(text: str) -> WeightIndex:
 
 
 def _tensor(entry: dict[str, Any], files: int) -> Tensor:
-    tensor = Tensor(**{**entry, "shape": tuple(entry["shape"])})
+    grouped = entry.get("grouped")
+    if grouped:
+        inner = ("scales", "zeros", "order")
+        parts = {name: grouped[name] and _tensor(grouped[name], files) for name in inner}
+        grouped = Grouped(**{**grouped, **parts})
+    tensor = Tensor(**{**entry, "shape": tuple(entry["shape"]), "grouped": grouped})
     if not 0 <= tensor.file < files:
         raise ValueError(f"tensor {tensor.name} is in file {tensor.file} of {files}")
     return tensor

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from flashrt.errors import ModelError
 from flashrt.ir.types import Weight, evaluate
 from flashrt.layouts import LAYOUTS, Layout, pack_quants
-from flashrt.weights import formats, quantise, repack
+from flashrt.weights import formats, grouped, grouped_words, quantise, repack
 from flashrt.weights.index import File, Tensor, WeightIndex
 
 U8 = NDArray[np.uint8]
@@ -69,7 +69,8 @@ class IndexSource:
 
     Plain layouts are filled from any format (de-quantised through float32 where the format has blocks,
     rounded to nearest). Quantised ones take over the quants of the formats that they hold; whatever else is
-    asked of q8 and q4m is rounded to their blocks, see `flashrt.weights.quantise`. Several threads may read.
+    asked of q8, q8f and q4m is rounded to their blocks, see `flashrt.weights.quantise`. Several threads may
+    read.
 
     Args:
         index: where the tensors lie.
@@ -118,6 +119,8 @@ class IndexSource:
         if layout.bits == 0 and self._read_straight(parts, layout, lo, hi, k, out):
             return
         step = max(CHUNK // (4 * k), 1)
+        if any(p.tensor and grouped.in_columns(p.tensor) for p in parts):
+            step = max(step, grouped.STRIP)
         step = -(-step // layout.rows) * layout.rows
         for a in range(lo, hi, step):
             b = min(a + step, hi)
@@ -174,14 +177,30 @@ class IndexSource:
             got = [self._rows(part.tensor, a, b) for part, a, b in overlaps if part.tensor]
             repack.store(layout, got[0] if len(got) == 1 else np.concatenate(got), out)
             return
+        if self._stored(overlaps, layout, k, out):
+            return
         blocks = quantise.join([self._blocks(weight, part, layout, a, b, k) for part, a, b in overlaps])
         out[...] = pack_quants(layout, blocks.q, blocks.scale, blocks.minimum)
+
+    def _stored(self, overlaps: list[tuple[_Part, int, int]], layout: Layout, k: int, out: U8) -> bool:
+        """Words of 4-bit numbers straight to packed bytes; False where some have to be unpacked."""
+        at = 0
+        for part, a, b in overlaps:
+            end = at + layout.bytes(b - a, k)
+            if part.tensor is None or part.tensor.grouped is None:
+                return False
+            if not grouped_words.store(layout, part.tensor, a, b, self._bytes, out[at:end]):
+                return False
+            at = end
+        return True
 
     def _plain(self, part: _Part, a: int, b: int, k: int) -> NDArray[np.generic]:
         """Rows [a, b) of a part as floats [b-a, k]."""
         if part.tensor is None:
             assert part.constant is not None
             return part.constant.reshape(part.hi - part.lo, k)[a:b]
+        if part.tensor.grouped:
+            return grouped.to_f32(part.tensor, a, b, self._bytes)
         form = formats.find(part.tensor.format)
         rows = self._columns(part.tensor, a, b) if part.tensor.transposed else self._rows(part.tensor, a, b)
         got = formats.to_f32(form, rows)
@@ -190,7 +209,9 @@ class IndexSource:
     def _blocks(self, weight: Weight, part: _Part, layout: Layout, a: int, b: int, k: int) -> quantise.Blocks:
         """Rows [a, b) of a part in the layout's blocks: its own quants where the layout holds them."""
         tensor, found = part.tensor, None
-        if tensor and not tensor.transposed and not tensor.shift:
+        if tensor and tensor.grouped:
+            found = grouped.blocks(layout, tensor, a, b, self._bytes)
+        elif tensor and not tensor.transposed and not tensor.shift:
             found = quantise.split(tensor.format, layout, self._rows(tensor, a, b))
         if found is None:
             found = quantise.rounded(layout, self._plain(part, a, b, k).astype(np.float32))
@@ -202,8 +223,8 @@ class IndexSource:
             )
         if not found.finite():
             raise ModelError(
-                f"weight {weight.name}: tensor {part.name} ({held}) has values that the f16 scales of "
-                f"{layout.name} can't hold",
+                f"weight {weight.name}: tensor {part.name} ({held}) has values that the "
+                f"f{8 * layout.number.itemsize} scales of {layout.name} can't hold",
                 hint="compile with --quantize lossless; if that fails too, the file is damaged",
             )
         return found
@@ -312,14 +333,14 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _same_bytes(tensor: Tensor, layout: Layout) -> bool:
-    changed = tensor.rope_heads or tensor.transposed or tensor.shift
+    changed = tensor.rope_heads or tensor.transposed or tensor.shift or tensor.grouped
     return not changed and formats.find(tensor.format).element == layout.element
 
 
 def _same_quants(tensor: Tensor | None, layout: Layout) -> bool:
-    if tensor is None or tensor.transposed or tensor.shift:
+    if tensor is None or tensor.transposed or tensor.shift or tensor.grouped:
         return False
-    return tensor.format == repack.FORMATS[layout.name]
+    return tensor.format == repack.FORMATS.get(layout.name)
 
 
 def _shape_error(weight: Weight, name: str, shape: tuple[int, ...]) -> ModelError:
