@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from flashrt.ir import logical
 from flashrt.ir.types import Attrs, TensorType, attrs
+from flashrt.passes.latent import latent
 from flashrt.passes.recognise_names import module_of, named
 from flashrt.passes.recognise_patterns import Reading
 from flashrt.passes.recognise_recipes import Raw, Recipe, bases, moved
@@ -37,9 +38,10 @@ def recognise(graph: logical.Graph) -> logical.Graph:
             writer.root(node)
     outputs = tuple(replace(o, value=writer.raw(f"%{o.value}")[1:]) for o in graph.outputs)
     used = {a for n in writer.nodes for a in n.inputs}
+    used |= {f"@{w.of}" for w in graph.weights if w.of and f"@{w.name}" in used}
     weights = tuple(w for w in graph.weights if f"@{w.name}" in used)
     written = replace(graph, weights=weights, nodes=tuple(writer.nodes), outputs=outputs)
-    return named(sink_rows(written), writer.modules)
+    return latent(named(sink_rows(written), writer.modules))
 
 
 def _read(graph: logical.Graph) -> tuple[Reading, dict[str, Recipe]]:

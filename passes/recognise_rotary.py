@@ -235,3 +235,62 @@ def _turned(r: Reading, node: logical.Node) -> tuple[View, Angles, str] | None:
             if found is not None and _along_rows(r, table, r.views[x]):
                 return r.views[x], found, op
     return None
+
+
+def rotated_apart(r: Reading, value: str) -> Rotated | None:
+    """cat(x1·cos - x2·sin, x2·cos + x1·sin) of the even channels x1 and the odd ones x2 of x.
+
+    So pairs turn, and are then put apart; `Rotated` doesn't say the latter.
+    """
+    node = r.maker(value, "aten.cat")
+    if node is None or len(node.inputs) != 2 or not is_last_axis(node.attr("dim", 0), len(node.type.shape)):
+        return None
+    minus, plus = r.maker(node.inputs[0], "aten.sub"), r.maker(node.inputs[1], "aten.add")
+    if minus is None or plus is None or not _plain(minus) or not _plain(plus):
+        return None
+    (a, b), (c, d) = (_terms(r, n) for n in (minus, plus))
+    if a is None or b is None or c is None or d is None:
+        return None
+    (x1, cos, _), (x2, sin, _) = a, b
+    if {c, d} != {(x2, cos, "aten.cos"), (x1, sin, "aten.sin")} or (a[2], b[2]) != ("aten.cos", "aten.sin"):
+        return None
+    x = _interleaved(x1, x2) if cos == sin else None
+    return Rotated(x, cos, True) if x is not None else None
+
+
+def _terms(r: Reading, node: logical.Node) -> tuple[tuple[View, Angles, str] | None, ...]:
+    """x, angles and function of both products that a node adds or subtracts."""
+    makers = (r.maker(i, "aten.mul") for i in node.inputs)
+    return tuple(_turned_by_half(r, m) if m is not None else None for m in makers)
+
+
+def _turned_by_half(r: Reading, node: logical.Node) -> tuple[View, Angles, str] | None:
+    """As `_turned`, where the table may be one half of doubled angles."""
+    for x, table in sides(node):
+        for op in ("aten.cos", "aten.sin"):
+            found = _half_of(r, table, op)
+            if found is not None and _along_rows(r, table, r.views[x]):
+                return r.views[x], found, op
+    return None
+
+
+def _half_of(r: Reading, value: str, op: str) -> Angles | None:
+    """cos or sin of angles, whether they were doubled before or not."""
+    view = r.views[value]
+    whole, found = r.views[view.base].axes, trigonometric(r, view.base, op)
+    if found is None or not found.doubled:
+        return found if found is not None and trigonometric(r, value, op) == found else None
+    half = r.types[found.inv_freq].shape[0]
+    one_half = view.axes == (*whole[:-1], (half, 1)) and view.offset in (0, half)
+    return replace(found, doubled=False) if one_half else None
+
+
+def _interleaved(even: View, odd: View) -> View | None:
+    """The view of whose last axis these are the even and the odd channels."""
+    n, step = even.shape[-1], even.strides[-1]
+    if not isinstance(n, int) or not isinstance(step, int) or step % 2:
+        return None
+    x = View(even.base, (*even.shape[:-1], 2 * n), (*even.strides[:-1], step // 2), even.offset)
+    axis = len(even.shape) - 1
+    both = narrow(x, axis, 0, n, 2), narrow(x, axis, 1, n, 2)
+    return x if both == (even, odd) else None

@@ -18,6 +18,7 @@ from flashrt.passes.recognise_elementwise import (
     softcap,
     square,
 )
+from flashrt.passes.recognise_latent import latent_attention
 from flashrt.passes.recognise_moe import moe
 from flashrt.passes.recognise_patterns import Reading
 from flashrt.passes.recognise_recipes import Raw, Recipe, ints, pointwise
@@ -259,8 +260,8 @@ def unrecognised(r: Reading, node: logical.Node) -> Recipe:
 
 # Larger patterns first. They end in float32: a graph of another precision keeps its operators.
 RULES: tuple[Rule, ...] = (
-    layer_norm, rms_norm, rope, partial_rope, rope_of_halves, linear, embedding, rows, attention, moe,
-    softcap, activation, gated, scale, add, mul, square,
+    layer_norm, rms_norm, rope, partial_rope, rope_of_halves, linear, embedding, rows, latent_attention,
+    attention, moe, softcap, activation, gated, scale, add, mul, square,
 )  # fmt: skip
 
 

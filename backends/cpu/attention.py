@@ -1,11 +1,11 @@
 """Paged attention with an online softmax: keys in chunks of one page, in order.
 
-State kv[P, 2, heads, 16, dim], f32 or bf16: index 0 keys, 1 values. Keys are summed in
-ranges of RANGE pages, and ranges are merged in order: so a step of few tokens
-can share the keys out among threads, and neither the number of threads nor the
-other tokens of a step change a bit. In larger steps a (token, head) pair is
-one thread's work; tokens of one sequence that follow each other are taken
-together, page by page.
+State kv[P, 2, heads, 16, dim], f32 or bf16: index 0 keys, 1 values; or [P, 1, …], where the values
+are the last channels of the keys (latent attention). Keys are summed in ranges of RANGE pages,
+and ranges are merged in order: so a step of few tokens can share the keys out among threads, and
+neither the number of threads nor the other tokens of a step change a bit. In larger steps a (token,
+head) pair is one thread's work; tokens of one sequence that follow each other are taken together,
+page by page.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flashrt.backends.cpu.intrinsics import (
     store_i64,
     word,
 )
-from flashrt.backends.cpu.rows import FEW, SHARED_BYTES
+from flashrt.backends.cpu.rows import FEW, LATENT_BYTES, SHARED_BYTES
 from flashrt.backends.cpu.share import dealt, over_tokens, run_at, runs_of
 from flashrt.backends.cpu.tiles import floats, floats_part, load_at
 from flashrt.backends.cpu.vector import (
@@ -91,14 +91,15 @@ def kv_write() -> Any:
     def body(row, first, last):
         heads, k_dim, v_dim = word(row, K.heads), word(row, K.k_dim), word(row, K.v_dim)
         item, line = word(row, K.item), word(row, K.item) * word(row, K.dim)
+        planes, below = (1, k_dim * item) if word(row, K.latent) else (2, heads * 16 * line)
         for i in range(first * heads, last * heads):
             t, head = i // heads, i % heads
             position = types.int64(load_i32(word(row, K.positions) + 4 * t))
             seq = types.int64(load_i32(word(row, K.seq) + 4 * t))
             page = page_of(word(row, K.pages), word(row, K.pages_stride), seq, position)
-            at = word(row, K.kv) + ((page * 2 * heads + head) * 16 + (position & 15)) * line
+            at = word(row, K.kv) + ((page * planes * heads + head) * 16 + (position & 15)) * line
             write_line(at, word(row, K.k) + 4 * (t * word(row, K.k_stride) + head * k_dim), k_dim, item)
-            at += heads * 16 * line
+            at += below
             write_line(at, word(row, K.v) + 4 * (t * word(row, K.v_stride) + head * v_dim), v_dim, item)
 
     return over_tokens(K.t, body)
@@ -353,6 +354,14 @@ def head_bytes(row):
 
 
 @inner
+def to_values(row):
+    """Bytes from a key to its value: latent ones are the key's last channels."""
+    if word(row, A.latent):
+        return word(row, A.item) * (word(row, A.k_dim) - word(row, A.v_dim))
+    return word(row, A.kv_heads) * head_bytes(row)
+
+
+@inner
 def attend_page(row, chunk, keys, position, count, length, q, q_stride, y, y_stride, states, scores):
     """One page for `count` tokens from `position`: scores, weights, values.
 
@@ -369,7 +378,7 @@ def attend_page(row, chunk, keys, position, count, length, q, q_stride, y, y_str
         store_whole(scores + 64 * i, score_page(row, q + i * q_stride, keys, first, last))
     for i in range(begin, end):
         weigh_page(row, scores + 64 * i, states + 128 * i, y + i * y_stride)
-    values, v_dim = keys + word(row, A.kv_heads) * head_bytes(row), word(row, A.v_dim)
+    values, v_dim = keys + to_values(row), word(row, A.v_dim)
     here = begin
     while here < end:
         first = max(start_of(row, position + here) - 16 * chunk, 0)
@@ -420,9 +429,10 @@ def finish_row(row, state, y):
 
 @inner
 def keys_of(row, seq, chunk, kv_head):
-    """Where the keys of a page of one head begin; its values are kv_heads times `head_bytes` behind."""
+    """Where the keys of a page of one head begin; its values are `to_values` bytes behind."""
     page = page_of(word(row, A.pages), word(row, A.pages_stride), seq, 16 * chunk)
-    return word(row, A.kv) + (page * 2 * word(row, A.kv_heads) + kv_head) * head_bytes(row)
+    planes = 1 if word(row, A.latent) else 2
+    return word(row, A.kv) + (page * planes * word(row, A.kv_heads) + kv_head) * head_bytes(row)
 
 
 @inner
@@ -512,7 +522,7 @@ def attend_range(row, t, kv_head, begin, stop, slot, scores):
     group, k_dim, v_dim = word(row, A.heads) // word(row, A.kv_heads), word(row, A.k_dim), word(row, A.v_dim)
     length = types.int64(0) if word(row, A.causal) else length_of(row, seq)
     q = word(row, A.q) + 4 * (t * word(row, A.q_stride) + kv_head * group * k_dim)
-    size, below, lines = slot_bytes(v_dim), word(row, A.kv_heads) * head_bytes(row), head_bytes(row) >> 6
+    size, below, lines = slot_bytes(v_dim), to_values(row), head_bytes(row) >> 6
     for h in range(group):
         begin_part(row, slot + h * size + 4 * v_dim, slot + h * size)
     for c in range(begin, stop):
@@ -601,7 +611,8 @@ def attention() -> Any:
         heads, tokens = word(row, A.heads), word(row, A.t)
         states, scores = stack(2 * 16 * 128), stack(SCORES)
         memory = word(row, A.scratch) + tid * word(row, A.scratch_stride)
-        if tokens <= FEW and slots_needed(row) * slot_bytes(word(row, A.v_dim)) <= SHARED_BYTES:
+        room = LATENT_BYTES if word(row, A.latent) else SHARED_BYTES
+        if tokens <= FEW and slots_needed(row) * slot_bytes(word(row, A.v_dim)) <= room:
             attend_few(tid, nth, row, states, scores)
             return
         if dealt(tokens, nth):

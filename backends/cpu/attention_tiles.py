@@ -21,7 +21,7 @@ from numba import types
 from numba.core import cgutils
 
 from flashrt.backends.cpu.amx import pairs, tile, tiles_off, tiles_on
-from flashrt.backends.cpu.attention import A, head_bytes, keys_of, length_of, run_length, start_of
+from flashrt.backends.cpu.attention import A, keys_of, length_of, run_length, start_of, to_values
 from flashrt.backends.cpu.intrinsics import (
     I8,
     I64,
@@ -275,7 +275,7 @@ def take_keys(row, seq, kv_head, base, end, memory):
         source = (first if r < 16 else second) + (r & 15) * line
         for c in range(deep):
             copy_words(keys + 64 * (r * deep + c), source + 64 * c, k_dim - 32 * c)
-    below = word(row, A.kv_heads) * head_bytes(row)  # from keys to values
+    below = to_values(row)
     for i in range(wide):
         for r in range(16):
             source = (first if r < 8 else second) + below + ((2 * r) & 15) * line + 32 * i

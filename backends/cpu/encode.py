@@ -21,7 +21,7 @@ from flashrt.errors import PlanError
 from flashrt.ir import micro, text
 from flashrt.ir.ops import ATTENTION_EXACT, LINEAR_EXACT
 from flashrt.ir.types import DTYPES, Dim, ceildiv, product, size
-from flashrt.layouts import LAYOUTS
+from flashrt.layouts import BLOCK, LAYOUTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,8 @@ def _scratch(function: str, k: int, ops: Operands) -> tuple[tuple[int, int], int
 def _product_scratch(function: str, k: int) -> tuple[int, int]:
     """(bytes of each thread's scratch, multiplications a cycle) of a matrix product."""
     if function.startswith(("linear_vnni.", "linear_i8.", "linear_i8_tiles.")):
-        each = rows.RUN * rows.i8_row_bytes(k) + (512 + rows.TILE) * rows.SUM_BLOCKS
+        layout = LAYOUTS[function.partition(".")[2]]
+        each = rows.RUN * rows.i8_row_bytes(k, BLOCK // layout.block) + (512 + rows.TILE) * rows.SUM_BLOCKS
         return each, 4 if function.startswith("linear_i8.") else 16
     if function.startswith("linear_amx."):
         return rows.TILE_SCRATCH, 128
@@ -232,6 +233,23 @@ def _expert_scratch(function: str, k: int, experts: int, row: int) -> tuple[int,
     inner, per_cycle = _product_scratch(function.removeprefix("expert_"), k)
     parts = (8 * experts, 4 * 16 * rows.WIDE * rows.RUN, rows.RUN * row, inner)
     return sum(-(-p // 64) * 64 for p in parts), per_cycle
+
+
+def _head_linear(instr: micro.Dispatch, ops: Operands) -> Encoded:
+    x, w, y = ops.tensor(instr.args[0]), ops.matrix(instr.args[1]), ops.tensor(instr.dst)
+    heads, layout = whole(instr, "heads"), LAYOUTS[w.layout]
+    n = size(w.n, {}) // heads
+    if n % layout.rows:
+        raise PlanError(
+            f"cpu: the {n} rows of a head aren't whole groups of {w.layout}", lines=text.show_instr(instr),
+            hint="store them in f32, f16 or bf16",
+        )  # fmt: skip
+    group = layout.group_bytes(w.k)
+    fields = rows.Heads(
+        x.address, x.stride, size(x.width, {}) // heads, w.at, w.offset, n // layout.rows * group,
+        16 // layout.rows * group, y.address, y.stride, x.rows, heads, n, w.k,
+    )  # fmt: skip
+    return Encoded(instr.kernel, fields, x.rows * (heads * n) * (w.k / 16))
 
 
 def _route(instr: micro.Dispatch, ops: Operands) -> Encoded:
@@ -318,7 +336,7 @@ def _kv_write(instr: micro.Dispatch, ops: Operands) -> Encoded:
     widths = size(k.width, {}) // heads, size(v.width, {}) // heads
     fields = rows.KvWrite(
         k.address, k.stride, v.address, v.stride, positions.address, seq.address,
-        pages.address, pages.stride, kv, k.rows, heads, *widths, dim, item,
+        pages.address, pages.stride, kv, k.rows, heads, *widths, dim, item, int(bool(instr.attr("latent"))),
     )  # fmt: skip
     return Encoded("kv_write", fields, k.rows * (k.width + v.width) * 0.5)
 
@@ -327,6 +345,7 @@ def _attention(instr: micro.Dispatch, ops: Operands) -> Encoded:
     q, positions, seq, pages = (ops.tensor(a) for a in instr.args[:4])
     y = ops.tensor(instr.dst)
     kv, kv_heads, dim, item = ops.state(instr)
+    latent = bool(instr.attr("latent"))
     sinks: tuple[Dim, Dim] = ops.either(instr.args[4]) if len(instr.args) > 4 else (0, 0)
     causal = instr.attr("causal", True)
     function = function_of("attention", instr.numerics or ATTENTION_EXACT)
@@ -336,13 +355,13 @@ def _attention(instr: micro.Dispatch, ops: Operands) -> Encoded:
     else:
         each, shared = (
             16 * 4 * whole(instr, "value_dim"),
-            ops.shared(rows.SHARED_BYTES + 8 * rows.FEW * kv_heads),
+            ops.shared((rows.LATENT_BYTES if latent else rows.SHARED_BYTES) + 8 * rows.FEW * kv_heads),
         )
     fields = rows.Attention(
         q.address, q.stride, positions.address, seq.address, pages.address, pages.stride, kv, *sinks,
         y.address, y.stride, q.rows, whole(instr, "heads"), kv_heads, whole(instr, "head_dim"),
         whole(instr, "value_dim"), dim, item, whole(instr, "window"), int(causal is None or bool(causal)),
-        real(instr, "scale", 1.0), real(instr, "softcap"),
+        real(instr, "scale", 1.0), real(instr, "softcap"), int(latent),
         ops.scratch(each), each, shared,
     )  # fmt: skip
     return Encoded(function, fields, q.rows * q.width * 100)
@@ -488,6 +507,9 @@ def encode(instr: Compute, ops: Operands, bias: micro.BlockRef | None) -> Encode
         return _expert_linear(instr, ops)
     if op in KERNELS and op.startswith("embedding."):
         return _embedding(instr, ops)
+    if op in KERNELS and op.startswith("head_linear."):
+        ops.check_floats(instr)
+        return _head_linear(instr, ops)
     if op in ENCODERS:
         if op in FLOATS_ONLY:
             ops.check_floats(instr)

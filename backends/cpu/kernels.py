@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from flashrt.ir.ops import (
     ATTENTION_BF16,
     ATTENTION_CACHED,
@@ -40,33 +42,37 @@ _ACTS = ("silu", "gelu", "gelu_tanh", "relu", "tanh", "sigmoid")
 
 def _matrices(layout: Layout) -> dict[str, KernelEntry]:
     if layout.element is None:
-        makers: tuple[str, ...] = ("quantised", "quantised_embedding")
-        args: tuple[str | int | bool, ...] = (layout.bits, layout.minimum)
+        makers = ("quantised", "quantised_embedding")
     else:
-        makers, args = ("plain", "plain_embedding"), (layout.name,)
-    # f16 scales and elements are widened by the processor
-    requires = frozenset() if layout.name in ("f32", "bf16") else frozenset({"f16c"})
-    names = (f"linear.{layout.name}", f"embedding.{layout.name}")
-    return {n: KernelEntry("linear", m, args, requires=requires) for n, m in zip(names, makers, strict=True)}
+        makers = ("plain", "plain_embedding")
+    names, args, requires = ("linear", "embedding"), (layout.name,), _widening(layout)
+    return {
+        f"{n}.{layout.name}": KernelEntry("linear", m, args, requires=requires)
+        for n, m in zip(names, makers, strict=True)
+    }
+
+
+def _widening(layout: Layout) -> frozenset[str]:
+    """What a processor needs to widen a layout's scales or elements: f16 ones aren't for every one."""
+    number = layout.number if layout.element is None else layout.element
+    return frozenset({"f16c"} if number == np.float16 else ())
 
 
 def _i8(layout: Layout) -> dict[str, KernelEntry]:
     """The product with INT8 activations, with AMX tiles, with the dot product, and without either."""
-    common, requires = (layout.bits, layout.minimum), frozenset({"f16c"})
+    name, requires = layout.name, _widening(layout)
     vnni = requires | {"avx512f", "avx512bw", "avx512vnni"}
     tiles = vnni | TILES | {"amx-int8"}
     return {
-        f"linear_i8_tiles.{layout.name}": KernelEntry(
-            "vnni", "quantised_i8", (*common, True, True), requires=tiles
-        ),
-        f"linear_vnni.{layout.name}": KernelEntry("vnni", "quantised_i8", (*common, True), requires=vnni),
-        f"linear_i8.{layout.name}": KernelEntry("vnni", "quantised_i8", (*common, False), requires=requires),
+        f"linear_i8_tiles.{name}": KernelEntry("vnni", "quantised_i8", (name, True, True), requires=tiles),
+        f"linear_vnni.{name}": KernelEntry("vnni", "quantised_i8", (name, True), requires=vnni),
+        f"linear_i8.{name}": KernelEntry("vnni", "quantised_i8", (name, False), requires=requires),
     }
 
 
 def _bf16(layout: Layout) -> dict[str, KernelEntry]:
     """The product with bf16 activations, in tiles."""
-    entry = KernelEntry("amx", "quantised_bf16", (layout.bits, layout.minimum), requires=TILES | {"f16c"})
+    entry = KernelEntry("amx", "quantised_bf16", (layout.name,), requires=TILES | _widening(layout))
     return {f"linear_amx.{layout.name}": entry}
 
 
@@ -81,6 +87,17 @@ def _experts(products: Mapping[str, KernelEntry]) -> dict[str, KernelEntry]:
     }
 
 
+def _heads(products: Mapping[str, KernelEntry]) -> dict[str, KernelEntry]:
+    """For each exact product the one by heads: `linear.f16` → `head_linear.f16`."""
+    return {
+        f"head_{name}": KernelEntry(
+            "heads", "head_product", (entry.module, entry.maker, *entry.args), requires=entry.requires
+        )
+        for name, entry in products.items()
+        if name.startswith("linear.")
+    }
+
+
 PACKED = tuple(layout for layout in LAYOUTS.values() if layout.bits)
 _PRODUCTS: Mapping[str, KernelEntry] = {
     **{name: entry for layout in PACKED for name, entry in _i8(layout).items()},
@@ -90,6 +107,7 @@ _PRODUCTS: Mapping[str, KernelEntry] = {
 KERNELS: Mapping[str, KernelEntry] = {
     **_PRODUCTS,
     **_experts(_PRODUCTS),
+    **_heads(_PRODUCTS),
     "rms_norm": KernelEntry("norm", "rms_norm"),
     "layer_norm": KernelEntry("norm", "layer_norm"),
     "rope_table": KernelEntry("rope", "rope_table"),
@@ -144,7 +162,7 @@ def candidates(kernel: str, numerics: str) -> tuple[str, ...]:
 
 
 _PLAIN = (
-    "rms_norm", "layer_norm", "rope_table", "rope", "gated", "activation",
+    "rms_norm", "layer_norm", "rope_table", "rope", "rope_pairs", "gated", "activation",
     "add", "mul", "scale", "softcap", "slice", "view", "rows", "sample",
     "route", "expert_sum", "gated_clamped",
 )  # fmt: skip
@@ -156,11 +174,13 @@ def offered() -> tuple[tuple[str, str], ...]:
     linears = [(f"linear.{x}{e}", n) for x, n in kinds for e in EPILOGUES]
     experts = [(f"expert_linear.{x}", n) for x, n in kinds]
     tables = [(f"embedding.{x}", EXACT) for x in LAYOUTS]
-    attentions = [("attention", n) for n in _ATTENTIONS]
+    heads = [(f"head_linear.{x}", LINEAR_EXACT) for x in LAYOUTS]
+    attentions = [(name, n) for name in ("attention", "attention+latent") for n in _ATTENTIONS]
     plain = [(name, EXACT) for name in _PLAIN]
     return (
         *linears,
         *experts,
+        *heads,
         *tables,
         *plain,
         *attentions,

@@ -62,6 +62,28 @@ class Linear(NamedTuple):
     scratch_stride: Dim = 0
 
 
+class Heads(NamedTuple):
+    """y[T, heads*(d-k+n)]: of each head of x[T, heads*d] the channels from k on, then its first k times its
+    rows of w[heads*n, k].
+
+    head_bytes, unit_bytes: of a head's weights, of 16 of its channels.
+    """
+
+    x: Dim
+    x_stride: Dim
+    d: Dim
+    w_at: Dim
+    w: Dim
+    head_bytes: Dim
+    unit_bytes: Dim
+    y: Dim
+    y_stride: Dim
+    t: Dim
+    heads: Dim
+    n: Dim
+    k: Dim
+
+
 class Embedding(NamedTuple):
     """y[T,C] = rows ids[T] of w[V,C]; NaN where an id is outside [0, V). id_bytes: 4 for i32, 8 for i64."""
 
@@ -125,7 +147,10 @@ class Rope(NamedTuple):
 
 
 class KvWrite(NamedTuple):
-    """k[T, heads*k_dim] and v[T, heads*v_dim] into the pages of kv[P,2,heads,16,dim], `item` bytes each."""
+    """k[T, heads*k_dim] and v[T, heads*v_dim] into the pages of kv[P,2,heads,16,dim], `item` bytes each.
+
+    latent: whether kv is [P,1,…], and v stands behind k in it.
+    """
 
     k: Dim
     k_stride: Dim
@@ -142,13 +167,15 @@ class KvWrite(NamedTuple):
     v_dim: Dim
     dim: Dim
     item: Dim
+    latent: Dim
 
 
 class Attention(NamedTuple):
     """y[T, heads*v_dim] = attention of q[T, heads*k_dim] over kv[P,2,kv_heads,16,dim].
 
     item: bytes of an element of kv. window, softcap: 0 is none. scratch: of each thread, scratch_stride
-    bytes apart. shared: of all threads, zeros between steps (`attention.attend_few`).
+    bytes apart. shared: of all threads, zeros between steps (`attention.attend_few`). latent: whether kv is
+    [P,1,…], and the last v_dim channels of a key are its value.
     """
 
     q: Dim
@@ -173,6 +200,7 @@ class Attention(NamedTuple):
     causal: Dim
     f64_scale: Dim
     f64_softcap: Dim
+    latent: Dim
     scratch: Dim = 0
     scratch_stride: Dim = 0
     shared: Dim = 0
@@ -335,6 +363,7 @@ SUM_BLOCKS = 6  # blocks whose sums lie in memory before they are scaled
 FEW = 16  # tokens of a step whose keys are shared out among threads (attention.py)
 WIDE = 32  # times 16 channels: what an expert's product makes at a time
 SHARED_BYTES = 1 << 20  # of their sums; steps that need more share out heads only
+LATENT_BYTES = 16 << 20  # the same of latent attention, where many heads have wide sums
 
 
 def slot_bytes(v_dim: int) -> int:
@@ -355,9 +384,10 @@ def attention_bytes(k_dim: int, v_dim: int) -> int:
     )
 
 
-def i8_row_bytes(k: int) -> int:
-    """Prepared INT8 activations of one token: bytes, scales and sums of whole blocks, whole cache lines."""
-    return (40 * ((k + 31) // 32) + 63) // 64 * 64
+def i8_row_bytes(k: int, sums: int) -> int:
+    """Prepared INT8 activations of one token: bytes and scales of whole blocks of 32, `sums` sums of each,
+    whole cache lines."""
+    return ((36 + 4 * sums) * ((k + 31) // 32) + 63) // 64 * 64
 
 
 SAMPLE_BUCKETS = 1024
@@ -370,7 +400,7 @@ def sample_bytes(v: int) -> int:
 
 Fields = (
     Linear | Embedding | Norm | RopeTable | Rope | KvWrite | Attention | Map | Copy | Quantize | Sample
-    | Route | Experts | ExpertSum
+    | Route | Experts | ExpertSum | Heads
 )  # fmt: skip
 
 # words of the team's memory, each on a cache line of its own

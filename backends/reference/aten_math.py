@@ -256,6 +256,11 @@ def cumsum(self: Array, dim: int, out: TensorType) -> Any:
 
 
 @into(MATH)
+def cumprod(self: Array, dim: int, out: TensorType) -> Any:
+    return np.cumprod(self, axis=dim, dtype=np.float32 if out.dtype.startswith(("f", "bf")) else None)
+
+
+@into(MATH)
 def logsumexp(self: Array, dim: Dims, keepdim: bool = False) -> Any:
     top = np.max(real(self), axis=axes(dim), keepdims=True)
     total = np.log(np.sum(np.exp(real(self) - top), axis=axes(dim), keepdims=True)) + top

@@ -11,7 +11,7 @@ import numpy as np
 from flashrt.backends.reference import ops
 from flashrt.backends.reference.arrays import F32, Array, real
 from flashrt.backends.reference.aten_math import softmax
-from flashrt.backends.reference.registry import Function, into
+from flashrt.backends.reference.registry import Arrays, Function, into
 from flashrt.errors import PlanError
 
 NN: dict[str, Function] = {}
@@ -40,6 +40,11 @@ def addmm(self: Array, mat1: Array, mat2: Array, beta: float = 1, alpha: float =
 @into(NN)
 def baddbmm(self: Array, batch1: Array, batch2: Array, beta: float = 1, alpha: float = 1) -> Any:
     return addmm(self, batch1, batch2, beta, alpha)
+
+
+@into(NN)
+def einsum(equation: str, tensors: Arrays) -> Any:
+    return np.einsum(equation.replace(" ", ""), *map(real, tensors), optimize=True)
 
 
 def _affine(x: F32, weight: Array | None, bias: Array | None) -> F32:
@@ -139,10 +144,24 @@ def max_pool2d(
     self: Array, kernel_size: Pair, stride: Pair = (), padding: Pair = 0, dilation: Pair = 1,
     ceil_mode: bool = False,
 ) -> Any:  # fmt: skip
-    kernel = _each(kernel_size, 2)
+    return _max_pool(self, _each(kernel_size, 2), stride, padding, dilation, ceil_mode)
+
+
+@into(NN)
+def max_pool3d(
+    self: Array, kernel_size: Pair, stride: Pair = (), padding: Pair = 0, dilation: Pair = 1,
+    ceil_mode: bool = False,
+) -> Any:  # fmt: skip
+    return _max_pool(self, _each(kernel_size, 3), stride, padding, dilation, ceil_mode)
+
+
+def _max_pool(
+    x: Array, kernel: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair, ceil_mode: bool
+) -> Any:
     if ceil_mode:
-        raise PlanError("aten.max_pool2d: ceil_mode isn't covered")
-    return windows(self, kernel, stride or kernel, padding, dilation, -np.inf).max(axis=(-2, -1))
+        raise PlanError(f"aten.max_pool{len(kernel)}d: ceil_mode isn't covered")
+    seen = windows(x, kernel, stride or kernel, padding, dilation, -np.inf)
+    return seen.max(axis=tuple(range(-len(kernel), 0)))
 
 
 @into(NN)

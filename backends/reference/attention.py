@@ -1,7 +1,8 @@
 """Paged attention, in two kernels: `kv_write`, then `attention`.
 
 State kv f32 or bf16 [P, 2, Hk, 16, D]: P pages of 16 tokens; index 0 keys, 1 values; D = max(head_dim,
-value_dim), of which keys use the first head_dim and values the first value_dim channels.
+value_dim), of which keys use the first head_dim and values the first value_dim channels. Latent attention's
+has no second index, [P, 1, Hk, 16, head_dim]: the value of a key is its last value_dim channels.
 
 Token t belongs to sequence row seq[t]. Position p of sequence s lies in page pages[s, p // 16],
 row p % 16.
@@ -31,10 +32,16 @@ class Shape:
     window: int = 0
     softcap: float = 0.0
     causal: bool = True
+    latent: bool = False
+
+    @property
+    def own(self) -> int:
+        """Channels of k: of a key, without those that its value is."""
+        return self.head_dim - self.value_dim * self.latent
 
     @staticmethod
     def of(attrs: AttrMap) -> Shape:
-        """Reads the attributes; window, softcap and causal may be left out."""
+        """Reads the attributes; window, softcap, causal and latent may be left out."""
         given = {k: v for k, v in attrs.items() if k in Shape.__slots__}
         return Shape(**{**given, "window": given.get("window") or 0, "softcap": given.get("softcap") or 0.0})
 
@@ -47,11 +54,14 @@ def step(inputs: Sequence[Array], kv: F32, shape: Shape, numerics: str = ATTENTI
 
 
 def kv_write(kv: F32, shape: Shape, k: Array, v: Array, positions: Array, seq: Array, pages: Array) -> None:
-    """Writes the step's keys k[T, Hk*head_dim] and values v[T, Hk*value_dim] into their pages of `kv`."""
+    """Writes the step's keys k[T, Hk*own] and values v[T, Hk*value_dim] into their pages of `kv`."""
     page, row = pages[seq, positions // PAGE], positions % PAGE
     t, heads = len(positions), shape.kv_heads
-    kv[page, 0, :, row, : shape.head_dim] = k.reshape(t, heads, shape.head_dim)
-    kv[page, 1, :, row, : shape.value_dim] = v.reshape(t, heads, shape.value_dim)
+    kv[page, 0, :, row, : shape.own] = k.reshape(t, heads, shape.own)
+    if shape.latent:
+        kv[page, 0, :, row, shape.own :] = v.reshape(t, heads, shape.value_dim)
+    else:
+        kv[page, 1, :, row, : shape.value_dim] = v.reshape(t, heads, shape.value_dim)
 
 
 def attention(
@@ -78,8 +88,10 @@ def attention(
         tokens = np.flatnonzero(seq == s)
         length = int(positions[tokens].max()) + 1
         table = kv[pages[s, : -(-length // PAGE)]]  # [pages, 2, Hk, 16, D]
-        rows = table.transpose(1, 2, 0, 3, 4).reshape(2, shape.kv_heads, -1, kv.shape[-1])[:, :, :length]
-        keys, values = rows[0, ..., : shape.head_dim], rows[1, ..., : shape.value_dim]
+        rows = table.transpose(1, 2, 0, 3, 4).reshape(kv.shape[1], shape.kv_heads, -1, kv.shape[-1])
+        keys, values = rows[0, :, :length, : shape.head_dim], rows[-1, :, :length, : shape.value_dim]
+        if shape.latent:
+            values = keys[..., shape.own :]
         rounded = round_bf16 if numerics == ATTENTION_BF16 else real
         keys, values, asked = real(keys), real(values), rounded(real(q))
         # token by token, over the keys it sees: its sums don't depend on what else is in the step

@@ -40,7 +40,8 @@ def read_kernel(name: str) -> Kernel:
     """Takes a name apart; `host.` in front means nothing here. PlanError naming known ones close to it."""
     head, *epilogue = name.removeprefix("host.").split("+")
     op, layout = (head, "") if head.split(".")[0] in _DOTTED else (head.partition(".")[0::2])
-    if not known(op) or (layout and layout not in LAYOUTS) or not {"bias", "residual"}.issuperset(epilogue):
+    behind = {"bias", "residual", "latent"}
+    if not known(op) or (layout and layout not in LAYOUTS) or not behind.issuperset(epilogue):
         names = [k for k, _ in kernels()]
         close = ", ".join(difflib.get_close_matches(name, names, 5, 0.4)) or ", ".join(OPS)
         raise PlanError(f"the reference has no kernel {name!r}", hint=f"close to it: {close}")
@@ -59,7 +60,7 @@ def kernels() -> tuple[tuple[str, str], ...]:
         elif entry.weighted is not None:
             pairs += [(f"{op}.{layout}", entry.numerics) for layout in LAYOUTS]
         elif op == "attention":
-            pairs += [(op, numerics) for numerics in _ATTENTION]
+            pairs += [(name, numerics) for name in (op, f"{op}+latent") for numerics in _ATTENTION]
         else:
             pairs.append((op, entry.numerics))
     return tuple(pairs)

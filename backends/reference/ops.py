@@ -114,6 +114,14 @@ def linear(inputs: Sequence[Array], numerics: str) -> F32:
     return y
 
 
+def _head_linear(inputs: Sequence[Array], attrs: AttrMap, out: TensorType) -> Array:
+    x, w = real(inputs[0]), real(inputs[1])
+    heads, k = attrs["heads"], w.shape[1]
+    x, w = x.reshape(len(x), heads, -1), w.reshape(heads, -1, k)
+    y = np.concatenate([x[..., k:], np.einsum("thk,hnk->thn", x[..., :k], w)], axis=-1)
+    return y.reshape(len(x), -1)
+
+
 def _rms_norm(inputs: Sequence[Array], attrs: AttrMap, out: TensorType) -> Array:
     x = real(inputs[0])
     width = int(attrs.get("width") or x.shape[-1])
@@ -171,6 +179,7 @@ def _sample(inputs: Sequence[Array], attrs: AttrMap, out: TensorType) -> Array:
 # `linear` and `attention` are computed by flashrt.backends.reference.evaluate: they need more than this
 NAMED: Mapping[str, Op] = {
     "embedding": _embedding,
+    "head_linear": _head_linear,
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
     "rope_table": _rope_table,

@@ -115,6 +115,8 @@ def parts_fit(graph: Graph) -> Iterator[Violation]:
                 if any(a > b for a, b in pairwise(ends)) or len(ends) % 2 or ends[-1] > want[axis]:  # type: ignore[operator]
                     yield Violation(f"weight @{weight.name}: {list(ends)} are no ranges of @{weight.of}")
                 want[axis] = sum(ends[1::2]) - sum(ends[::2])
+        if weight.turned and len(want) == 2 and isinstance(want[0], int):
+            want = [want[1] * weight.turned, want[0] // weight.turned]
         if weight.type != (part := whole.with_shape(*want)):
             yield Violation(f"weight @{weight.name} is {weight.type}, its part of @{weight.of} is {part}")
 

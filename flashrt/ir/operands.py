@@ -192,10 +192,11 @@ def _cache_faults(call: _Call) -> Faults:
 
 def _state_faults(k: TensorType, v: TensorType, attrs: Mapping[str, Value], kv: TensorType) -> Faults:
     heads, dim, value_dim = (_whole(attrs[key]) for key in ("kv_heads", "head_dim", "value_dim"))
-    yield from _differ("k", k, k.with_shape(k.shape[0], heads * dim))
+    latent = bool(attrs.get("latent"))
+    yield from _differ("k", k, k.with_shape(k.shape[0], heads * (dim - value_dim * latent)))
     yield from _differ("v", v, v.with_shape(k.shape[0], heads * value_dim))
-    wide = max(dim, value_dim)
-    yield from _differ("the state", kv, kv.with_shape(kv.shape[0], 2, heads, ops.PAGE, wide))
+    planes, wide = (1, dim) if latent else (2, max(dim, value_dim))
+    yield from _differ("the state", kv, kv.with_shape(kv.shape[0], planes, heads, ops.PAGE, wide))
 
 
 def _whole(value: Value) -> int:

@@ -84,6 +84,23 @@ def _broadcast(types: Types, attrs: Mapping[str, Value]) -> TensorType:
     return a
 
 
+def _head_linear(types: Types, attrs: Mapping[str, Value]) -> TensorType:
+    x, w, heads = types[0], types[1], _count(attrs, "heads")
+    if len(x.shape) != 2 or len(w.shape) != 2:
+        raise ValueError(f"head_linear takes x [T,H*d] and w [H*n,k], got {x} and {w}")
+    (channels, rest), (rows, odd) = (divmod(_fixed(d), heads) for d in (x.shape[1], w.shape[0]))
+    kept = channels - _fixed(w.shape[1])
+    if rest or odd or kept < 0:
+        raise ValueError(f"x {x} and w {w} don't match for heads={heads}")
+    return TensorType("f32", (x.shape[0], heads * (kept + rows)))
+
+
+def _fixed(size: Dim) -> int:
+    if not isinstance(size, int):
+        raise ValueError(f"{size} isn't a fixed size")
+    return size
+
+
 def _attention(types: Types, attrs: Mapping[str, Value]) -> TensorType:
     q, heads, value_dim = types[0], attrs["heads"], attrs["value_dim"]
     assert isinstance(heads, int) and isinstance(value_dim, int)
@@ -151,6 +168,10 @@ def _matrix(types: Types, out: TensorType, attrs: Mapping[str, Value]) -> Dim:
     return out.elements * types[1].shape[1] * 2
 
 
+def _by_head(types: Types, out: TensorType, attrs: Mapping[str, Value]) -> Dim:
+    return types[0].shape[0] * types[1].elements * 2
+
+
 def _attend(types: Types, out: TensorType, attrs: Mapping[str, Value]) -> Dim:
     q = types[0]
     return (q.elements + out.elements) * sym("C") * 2
@@ -166,6 +187,12 @@ OPS: Mapping[str, Op] = {
         "(x[T,K], @w[N,K], @bias[N] if bias, residual[T,N] if residual) → x·wᵀ + bias + residual",
         _linear, _matrix, ANY, "a matrix product: fastest where bandwidth and matrix units are",
         numerics=LINEAR_EXACT, weighted=1,
+    ),
+    "head_linear": Op(
+        "(x[T,H*d], @w[H*n,k]) heads → f32[T,H*(d-k+n)]: of each head of x the channels behind the first k, "
+        "then its first k times the head's n rows of w, transposed",
+        _head_linear, _by_head, HOST, "a small matrix product a head; stays beside its attention",
+        numerics=LINEAR_EXACT, weighted=1, needs=("heads",),
     ),
     "rms_norm": Op(
         "(x, @w if weight) eps width offset: each group of `width` channels over its root mean square, "
@@ -194,7 +221,8 @@ OPS: Mapping[str, Op] = {
         "(q[T,Hq*d], k[T,Hk*d], v[T,Hk*dv], positions i32[T], seq i32[T], pages i32[S,M], "
         "@sinks[Hq] if sinks) "
         "heads kv_heads head_dim value_dim scale window softcap causal: writes k and v of the step into the "
-        "state's pages, then attends to every earlier key of the same sequence",
+        "state's pages, then attends to every earlier key of the same sequence. latent: k is [T,Hk*(d-dv)], "
+        "and a key is k and, behind it, its value; the state holds both once",
         _attention, _attend, NO_NPU, "softmax over long rows loses precision on an NPU",
         numerics=ATTENTION_EXACT,
         needs=("heads", "kv_heads", "head_dim", "value_dim", "scale", "window", "softcap", "causal"),

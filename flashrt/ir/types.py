@@ -372,7 +372,8 @@ class Weight:
     `sources` are the tensors of the weight index it is made from.
 
     of: the weight that this one is a part of, or ""; rows: where the ranges of its rows begin and end there,
-    `(0,64,128,160)`; columns: the same for one range of its columns. Empty: all.
+    `(0,64,128,160)`; columns: the same for one range of its columns. Empty: all. turned: not 0 where the rows
+    are so many equal matrices, of which this one has the transposes, one below the other.
     """
 
     name: str
@@ -382,11 +383,15 @@ class Weight:
     of: str = ""
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
+    turned: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Memory that outlives a step, such as `kv.3`: f32[P,2,heads,page,dim] with P pages."""
+    """Memory that outlives a step, such as `kv.3`: f32[P,2,heads,page,dim] with P pages.
+
+    Where values are part of their keys: f32[P,1,heads,page,dim].
+    """
 
     name: str
     type: TensorType

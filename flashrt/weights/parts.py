@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from flashrt.backend import BlockSource
 from flashrt.errors import ModelError
 from flashrt.ir.types import Weight
-from flashrt.layouts import LAYOUTS, Layout, columns
+from flashrt.layouts import LAYOUTS, Layout, columns, pack_plain, unpack
 from flashrt.weights.source import CHUNK, flat
 
 U8 = NDArray[np.uint8]
+F32 = NDArray[np.float32]
 
 
 class PartSource:
@@ -36,6 +37,15 @@ class PartSource:
                 hint="compile it again",
             )
         layout, width, at = LAYOUTS[weight.layout or "f32"], flat(weight)[1], 0
+        if weight.turned:
+            self._turned(weight, whole, lo, hi, out)
+            return
+        if weight.layout != whole.layout:
+            for a, b in _pieces(weight.rows or (0, flat(whole)[0]), lo, hi):
+                end = at + layout.bytes(b - a, width)
+                out[at:end] = pack_plain(layout, self._floats(whole, a, b))
+                at = end
+            return
         for a, b in _pieces(weight.rows or (0, flat(whole)[0]), lo, hi):
             end = at + layout.bytes(b - a, width)
             if weight.columns:
@@ -44,6 +54,26 @@ class PartSource:
                 self._source.read(whole, a, b, out[at:end])
             at = end
         assert at == out.size, (weight.name, lo, hi, out.size)
+
+    def _turned(self, weight: Weight, whole: Weight, lo: int, hi: int, out: U8) -> None:
+        """Rows [lo, hi) of the transposes of the part's matrices, which stand below each other."""
+        layout, (count, width), at = LAYOUTS[weight.layout or "f32"], flat(weight), 0
+        each = count // weight.turned
+        for i in range(lo // each, -(-hi // each)):
+            pieces = _pieces(weight.rows or (0, flat(whole)[0]), i * width, (i + 1) * width)
+            matrix = np.concatenate([self._floats(whole, a, b) for a, b in pieces])
+            rows = matrix.T[max(lo - i * each, 0) : hi - i * each]
+            end = at + layout.bytes(len(rows), width)
+            out[at:end] = pack_plain(layout, rows)
+            at = end
+
+    def _floats(self, whole: Weight, a: int, b: int) -> F32:
+        """Rows [a, b) of a whole weight."""
+        layout, (n, k) = LAYOUTS[whole.layout or "f32"], flat(whole)
+        first, last = a // layout.rows * layout.rows, min(-(-b // layout.rows) * layout.rows, n)
+        data = np.empty(layout.bytes(last - first, k), np.uint8)
+        self._source.read(whole, first, last, data)
+        return unpack(layout, data, last - first, k)[a - first : b - first]
 
     def _columns(self, weight: Weight, whole: Weight, layout: Layout, a: int, b: int, out: U8) -> None:
         """The part's columns of rows [a, b) of the whole, a piece at a time."""

@@ -161,3 +161,22 @@ def test_tokens_give_the_same_bits_in_any_step() -> None:
     kv = np.zeros(size, np.float32)
     alone = np.concatenate([step(all, [(1, i, i + 1)], kv, shape, None) for i in range(37)])
     np.testing.assert_array_equal(alone, together[5:42])
+
+
+def test_latent_attention_is_that_of_keys_which_end_in_their_values() -> None:
+    """Its cache holds a row once: a key's own channels, and behind them its value."""
+    t, own, dv = 37, 4, 12
+    q, k, v = r(t, 3 * (own + dv)), r(t, own), r(t, dv)
+    positions, seq = np.arange(t), np.zeros(t, np.int64)
+    pages = np.array([[2, 0, 1]])
+    plain = Shape(heads=3, kv_heads=1, head_dim=own + dv, value_dim=dv, scale=0.3)
+    whole, once = (
+        np.zeros((3, 2, 1, PAGE, own + dv), np.float32),
+        np.zeros((3, 1, 1, PAGE, own + dv), np.float32),
+    )
+    kv_write(whole, plain, np.concatenate([k, v], axis=1), v, positions, seq, pages)
+    kv_write(once, replace(plain, latent=True), k, v, positions, seq, pages)
+    assert np.array_equal(once[:, 0], whole[:, 0])
+    want = attention(whole, plain, q, positions, seq, pages)
+    got = attention(once, replace(plain, latent=True), q, positions, seq, pages)
+    assert np.array_equal(got, want)

@@ -65,12 +65,22 @@ def step_inputs(graph: logical.Graph) -> dict[str, Array]:
     return {i.name: known[i.name] for i in graph.inputs}
 
 
+def part_of(whole: Array, weight: Weight) -> Array:
+    """A weight's rows of the whole that it is a part of, turned where it is."""
+    ranges = zip(weight.rows[::2], weight.rows[1::2], strict=True)
+    part = np.concatenate([whole[a:b] for a, b in ranges])
+    if not weight.turned:
+        return part
+    return np.concatenate([m.T for m in np.split(part, weight.turned)])
+
+
 def outputs(
     graph: logical.Graph, values: dict[str, Array], inputs: dict[str, Array] | None = None
 ) -> dict[str, Array]:
     """The graph's outputs with weights made of `values`."""
 
     def weight(w: Weight) -> Array:
-        return np.concatenate([values[s] for s in w.sources]) if len(w.sources) > 1 else values[w.sources[0]]
+        whole = np.concatenate([values[s] for s in w.sources]) if len(w.sources) > 1 else values[w.sources[0]]
+        return part_of(whole, w) if w.of else whole
 
     return evaluate_graph(graph, step_inputs(graph) if inputs is None else inputs, weight)

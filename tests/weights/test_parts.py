@@ -77,3 +77,27 @@ def test_a_whole_weight_is_the_sources(packed: dict[str, np.ndarray]) -> None:
 def test_a_part_of_nothing_known(packed: dict[str, np.ndarray]) -> None:
     with pytest.raises(ModelError, match="is a part of plain, which the plan lacks"):
         PartSource(ArraySource(packed), {}).read(part("plain", (0, 16)), 0, 16, np.empty(0, np.uint8))
+
+
+@pytest.mark.parametrize("of", ["plain", "quants"])
+@pytest.mark.parametrize("rows,turned", [((0, 24, 48, 72), 2), ((8, 16, 40, 48, 72, 80), 3)], ids=str)
+def test_a_turned_part_has_its_matrices_transposes(
+    packed: dict[str, np.ndarray], of: str, rows: tuple[int, ...], turned: int
+) -> None:
+    """All of it, and some rows across the border of two; of packed rows that begin inside a block, too."""
+    matrices = [values(WHOLES[of], packed[of])[a:b] for a, b in zip(rows[::2], rows[1::2], strict=True)]
+    want = np.concatenate([m.T for m in matrices])
+    weight = Weight("p", TensorType("f32", want.shape), (), "f32", of, rows, turned=turned)
+    source = PartSource(ArraySource(packed), WHOLES)
+    for lo, hi in ((0, len(want)), (100, 140), (128, 129)):
+        got = np.empty((hi - lo, want.shape[1]), np.float32)
+        source.read(weight, lo, hi, got.view(np.uint8).reshape(-1))
+        assert np.array_equal(got, want[lo:hi])
+
+
+def test_a_part_may_have_plain_rows_of_packed_ones(packed: dict[str, np.ndarray]) -> None:
+    want = values(WHOLES["quants"], packed["quants"])[[*range(4, 12), *range(90, 96)]].astype(np.float16)
+    weight = Weight("p", TensorType("f32", want.shape), (), "f16", "quants", (4, 12, 90, 96))
+    got = np.empty(want.shape, np.float16)
+    PartSource(ArraySource(packed), WHOLES).read(weight, 0, 14, got.view(np.uint8).reshape(-1))
+    assert np.array_equal(got, want)
