@@ -15,11 +15,13 @@ small model of the same class, with random parameters, is traced and tried:
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,19 @@ import torch
 
 from flashrt import knobs
 from flashrt.errors import UnsupportedModel
-from flashrt.frontend import experts, hooks, lm, names, rope, shrink, trace
+from flashrt.frontend import (
+    complex_rope,
+    experts,
+    hooks,
+    lm,
+    names,
+    positions,
+    rewrite,
+    rope,
+    shrink,
+    spelled,
+    trace,
+)
 from flashrt.frontend.hf import ADVICE
 
 ROW_TOLERANCE = 1e-6  # of the largest logit, in float64
@@ -40,38 +54,78 @@ SEQUENCE = 20
 Attention = Callable[..., torch.Tensor]
 
 
-def check(config: Any, context: int) -> None:
-    """Passes silently, or raises UnsupportedModel with the reason. The verdict is kept on disk."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """reason: why a model can't be run, or "". given: whether positions are given to it, as others take them,
+
+    or it counts them itself, from a number of its own (`lm.export`).
+    """
+
+    reason: str
+    given: bool = True
+
+
+def check(config: Any, context: int) -> bool:
+    """Whether the model is to be given positions. The verdict is kept on disk.
+
+    Raises:
+        UnsupportedModel: the model can't be run, with the reason.
+    """
     small = shrink.shrink(config)
     path = _verdicts() / f"{_key(small, context)}.json"
-    reason = _known(path)
-    if reason is None:
-        reason = judge(small, context)
-        _remember(path, small.model_type, reason)
-    if reason:
+    verdict = _known(path)
+    if verdict is None:
+        verdict = judge(small, context)
+        _remember(path, small.model_type, verdict)
+    if not verdict.given and small.pad_token_id != config.pad_token_id:
+        verdict = Verdict(f"it counts positions from its token for padding, {config.pad_token_id}")
+    if verdict.reason:
         raise UnsupportedModel(
-            f"{config.model_type} is refused: {reason}",
+            f"{config.model_type} is refused: {verdict.reason}",
             hint=ADVICE,
         )
+    return verdict.given
 
 
-def judge(config: Any, context: int) -> str:
-    """Why a model of this (small) configuration can't be run, or ""."""
+def judge(config: Any, context: int) -> Verdict:
+    """What is to be said of models of this (small) configuration."""
+    given, vocab = True, int(config.vocab_size)
+    longest = min(context, getattr(config, "max_position_embeddings", None) or context)
     try:
         model = lm.build(config, "cpu", context)
         _randomise(model)
-        program = lm.export(model, "cpu")
+        given = _takes_positions(copy.deepcopy(model), vocab)  # some change when they run
+        # a model that computes long sequences in another way must say so, though no step is that large
+        program = lm.export(model, "cpu", longest, max(longest, lm.TOKENS), given=given)
     except UnsupportedModel as error:
-        return error.what
-    vocab, longest = int(config.vocab_size), getattr(config, "max_position_embeddings", None) or context
+        return Verdict(error.what, given)
     try:
-        return (
+        reason = (
             _sites(program, int(config.num_hidden_layers))
-            or _rows(program, vocab, min(context, longest))
+            or _rows(program, vocab, longest)
             or _logits(program, model, vocab)
         )
     except Exception as error:  # whatever a model's code makes of the check's inputs
-        return f"it fails when it is tried for safety: {lm.told(error)}"
+        reason = f"it fails when it is tried for safety: {lm.told(error)}"
+    return Verdict(reason, given)
+
+
+def _takes_positions(model: torch.nn.Module, vocab: int) -> bool:
+    """Whether positions 0, 1, 2, … are what the model counts when it is given none. Some begin elsewhere."""
+    ids = _sequence(vocab)
+    hooks.use(model, "eager")
+    try:
+        with torch.no_grad():
+            theirs = model(input_ids=ids[None], use_cache=False).logits
+            given = torch.arange(SEQUENCE)[None]
+            ours = model(input_ids=ids[None], position_ids=given, use_cache=False).logits
+        return bool(torch.allclose(ours, theirs, rtol=LOGIT_TOLERANCE, atol=LOGIT_TOLERANCE))
+    except Exception:  # a model that fails here is told so by the export
+        return True
+
+
+def _sequence(vocab: int) -> torch.Tensor:
+    return torch.randint(3, vocab, (SEQUENCE,), generator=torch.Generator().manual_seed(2))
 
 
 def _randomise(model: torch.nn.Module) -> None:
@@ -138,7 +192,7 @@ def _where(program: Any, ids: torch.Tensor, positions: torch.Tensor, rows: torch
 
 
 def _logits(program: Any, model: torch.nn.Module, vocab: int) -> str:
-    ids = torch.randint(3, vocab, (SEQUENCE,), generator=torch.Generator().manual_seed(2))
+    ids = _sequence(vocab)
     ours = _run(program, _attend, ids, torch.arange(SEQUENCE))
     hooks.use(model, "eager")
     with torch.no_grad():
@@ -241,25 +295,26 @@ def _key(small: Any, context: int) -> str:
     facts = {k: v for k, v in small.to_dict().items() if k not in incidental}
     versions = [version("torch"), version("transformers")]
     text = json.dumps([type(small).__name__, facts, context, versions], sort_keys=True, default=str)
-    code = [Path(str(module.__file__)).read_bytes() for module in (lm, hooks, experts, rope, shrink, trace)]
+    parts = (lm, complex_rope, hooks, experts, positions, rewrite, rope, shrink, spelled, trace)
+    code = [Path(str(module.__file__)).read_bytes() for module in parts]
     return hashlib.sha256(b"\0".join([text.encode(), Path(__file__).read_bytes(), *code])).hexdigest()[:32]
 
 
-def _known(path: Path) -> str | None:
+def _known(path: Path) -> Verdict | None:
     """The verdict on disk; None when there is none that can be read."""
     try:
-        reason = json.loads(path.read_text("utf-8"))["reason"]
+        found = json.loads(path.read_text("utf-8"))
+        return Verdict(str(found["reason"]), bool(found["given"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return reason if isinstance(reason, str) else None
 
 
-def _remember(path: Path, model_type: str, reason: str) -> None:
+def _remember(path: Path, model_type: str, verdict: Verdict) -> None:
     """Writes the verdict whole or not at all; a cache that can't be written is no fault."""
     draft = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps({"model_type": model_type, "reason": reason}), "utf-8")
+        draft.write_text(json.dumps({"model_type": model_type, **asdict(verdict)}), "utf-8")
         draft.replace(path)
     except OSError:
         draft.unlink(missing_ok=True)

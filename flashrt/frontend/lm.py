@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from flashrt.errors import UnsupportedModel
-from flashrt.frontend import expert_weights, hooks, names, renamed, rope, trace
+from flashrt.frontend import complex_rope, expert_weights, hooks, names, renamed, rope, spelled, trace
+from flashrt.frontend import positions as positions_of_ranges
 from flashrt.ir.logical import Graph, Node
 from flashrt.ir.ops import PAGE
 from flashrt.ir.types import Dim, Input, Output, State, Symbol, TensorType, Weight, attrs, sym
@@ -47,20 +49,26 @@ class Traced:
 
 
 class FlatLM(torch.nn.Module):
-    """(ids i32[T], positions i32[T], rows i32[N]) → logits [N,V]: a transformers model over a flat batch."""
+    """(ids i32[T], positions i32[T], rows i32[N]) → logits [N,V]: a transformers model over a flat batch.
 
-    def __init__(self, lm: torch.nn.Module) -> None:
+    given: whether the model is told positions, or counts them itself.
+    """
+
+    def __init__(self, lm: torch.nn.Module, given: bool) -> None:
         super().__init__()
-        self.lm = lm
+        self.lm, self.given = lm, given
+        self.selects = "logits_to_keep" in inspect.signature(lm.forward).parameters
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        kept = {"logits_to_keep": rows} if self.selects else {}
         out = self.lm(
             input_ids=ids.view(1, -1),
-            position_ids=positions.view(1, -1),
+            position_ids=positions.view(1, -1) if self.given else None,
             use_cache=False,
-            logits_to_keep=rows,
+            **kept,
         )
-        return out.logits[0]  # type: ignore[no-any-return]
+        logits: torch.Tensor = out.logits[0]
+        return logits if self.selects else logits[rows]
 
 
 def build(
@@ -83,12 +91,20 @@ def build(
             f"transformers can't build a model of type {config.model_type!r}: {_first_line(error)}"
         ) from error
     rope.freeze(model, context)
+    for module in model.modules():
+        if getattr(module, "is_causal", None) is False:  # some leave it to the mask, which we let none build
+            module.is_causal = True  # type: ignore[assignment]
     hooks.use(model, implementation)
     return model.eval()  # type: ignore[no-any-return]
 
 
-def export(model: torch.nn.Module, device: str, tokens: int = TOKENS, rows: int = ROWS) -> Any:
-    """The model's torch.export program over a flat batch.
+def export(
+    model: torch.nn.Module, device: str, context: int, tokens: int = TOKENS, rows: int = ROWS, *,
+    given: bool = True, buffers: Mapping[str, NDArray[np.generic]] | None = None,
+) -> Any:  # fmt: skip
+    """The model's torch.export program over a flat batch of sequences of up to `context` tokens.
+
+    given: whether the model is told positions. buffers: values of its buffers, when it has none itself.
 
     Raises:
         UnsupportedModel: torch can't export it, with torch's reason.
@@ -98,10 +114,14 @@ def export(model: torch.nn.Module, device: str, tokens: int = TOKENS, rows: int 
     wanted = torch.zeros(EXAMPLE_ROWS, dtype=torch.int32, device=device)
     try:
         with torch.no_grad(), _without_collection():
-            return torch.export.export(
-                FlatLM(model), (ids, positions, wanted), dynamic_shapes=({0: t}, {0: t}, {0: n}),
+            program = torch.export.export(
+                FlatLM(model, given), (ids, positions, wanted), dynamic_shapes=({0: t}, {0: t}, {0: n}),
                 strict=False, prefer_deferred_runtime_asserts_over_guards=True,
             )  # fmt: skip
+            complex_rope.take(program)
+            program = spelled.take(program, _values(program, buffers or {}), context)
+            positions_of_ranges.take(program)
+            return program
     except UnsupportedModel:
         raise
     except Exception as error:
@@ -109,6 +129,14 @@ def export(model: torch.nn.Module, device: str, tokens: int = TOKENS, rows: int 
             f"{type(model).__name__} can't be traced as one graph: {told(error)}",
             hint="models that carry state from token to token other than attention keys aren't supported",
         ) from error
+
+
+def _values(program: Any, buffers: Mapping[str, NDArray[np.generic]]) -> dict[str, torch.Tensor]:
+    """What is known of a program's buffers and constants."""
+    held = {**program.state_dict, **program.constants}
+    names = [n for n in held if n not in program.graph_signature.parameters]
+    given = {f"{WRAPPER}.{name}": torch.from_numpy(value) for name, value in buffers.items()}
+    return {n: held[n] for n in names if not held[n].is_meta} | {n: given[n] for n in names if n in given}
 
 
 @contextmanager
@@ -135,10 +163,12 @@ def told(error: Exception) -> str:
     return _first_line(error) + place
 
 
-def trace_model(config: Any, *, name: str, context: int, tokens: int = TOKENS, rows: int = ROWS) -> Traced:
-    """Builds the model without memory, exports it and makes its raw graph."""
-    model = build(config, "meta", context)
-    program = export(model, "meta", tokens, rows)
+def trace_model(
+    config: Any, *, name: str, context: int, given: bool = True, tokens: int = TOKENS, rows: int = ROWS
+) -> Traced:
+    """Builds the model without memory, exports it and makes its raw graph. given: as in `export`."""
+    model, buffers = build(config, "meta", context), rope.constants(config, context)
+    program = export(model, "meta", context, tokens, rows, given=given, buffers=buffers)
     raw = trace.import_program(
         program, name, symbols=symbols(context, tokens, rows), torch_names=torch_names(program),
         prefixes=[WRAPPER, model.base_model_prefix], outputs=["logits"],
@@ -146,7 +176,7 @@ def trace_model(config: Any, *, name: str, context: int, tokens: int = TOKENS, r
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     graph = _sources(raw, tied, model.base_model_prefix)
     graph, transposed = out_first(expert_weights.flat_weights(graph))
-    constants = _constants(graph, program, rope.constants(config, context))
+    constants = _constants(graph, program, buffers)
     aliases: dict[str, tuple[str, ...]] = {}
     for other, source in tied.items():
         aliases[source] = (*aliases.get(source, ()), other)

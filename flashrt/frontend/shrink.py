@@ -15,8 +15,8 @@ LAYERS = 4  # at most
 
 # what each field becomes where the configuration has it (and it isn't None)
 _SIZES: Mapping[str, int] = {
-    "vocab_size": 199, "vocab_size_per_layer_input": 199,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 199, "vocab_size_per_layer_input": 199, "decoder_vocab_size": 199, "decoder_ffn_dim": 96,
+    "bos_token_id": 1, "eos_token_id": 2,
     "intermediate_size": 96, "n_inner": 96, "ffn_dim": 96, "ffn_hidden_size": 96, "ffn_hidden_dim": 96,
     "head_dim": HEAD, "attention_head_dim": HEAD, "kv_channels": HEAD, "global_head_dim": HEAD,
     "rotary_dim": 8,
@@ -26,6 +26,7 @@ _SIZES: Mapping[str, int] = {
 _WINDOWS = ("local_attention", "attention_chunk_size")  # and whatever has "window" in its name
 _CAPS = ("attn_logit_softcapping", "attention_logit_cap", "attn_logit_cap")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_query_groups")
+PAD = 2  # the largest token for padding that stays as it is: some models count positions from it
 _FACTORS = ("short_factor", "long_factor")
 _LONGEST = 2048
 
@@ -58,6 +59,8 @@ def _reduce(facts: dict[str, Any], names: Mapping[str, str]) -> None:
     width = heads * HEAD + (HEAD if facts[hidden] != own_head * old_heads else 0)
     for name, value in _SIZES.items():
         _put(facts, names.get(name, name), value or width)
+    pad = facts.get("pad_token_id")
+    _put(facts, "pad_token_id", pad if isinstance(pad, int) and 0 <= pad <= PAD else 0)
     if facts.get("qk_rope_head_dim"):
         _put(facts, "head_dim", _SIZES["qk_rope_head_dim"])  # with latent attention, what RoPE turns
     for name in _KV_HEADS:
@@ -69,11 +72,13 @@ def _reduce(facts: dict[str, Any], names: Mapping[str, str]) -> None:
         if facts.get(name):
             facts[name] = CAP
     facts[hidden], facts[count] = width, heads
+    _put(facts, "decoder_attention_heads", heads)  # of what is an encoder and decoder elsewhere
     longest = names.get("max_position_embeddings", "max_position_embeddings")
     if isinstance(facts.get(longest), int) and "original_max_position_embeddings" not in str(facts):
         # tables of learned positions shrink; RoPE that scales by this length must not
         facts[longest] = min(facts[longest], _LONGEST)
     _layers(facts, layers, int(facts[layers]))
+    _put(facts, "decoder_layers", facts[layers])
     _trim_factors(facts)
 
 

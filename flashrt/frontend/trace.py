@@ -50,7 +50,10 @@ _SAME = {
     "feature_dropout",
 }
 _CASTS = {"to", "_to_copy", "type_as"}
-_VIEWS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "_reshape_alias", "view_copy"}
+_VIEWS = {
+    "view", "reshape", "_unsafe_view", "flatten", "unflatten", "_reshape_alias", "view_copy", "view_as",
+    "reshape_as",
+}  # fmt: skip
 _IF_SAME_SHAPE = {"aten.view", "aten.expand", "aten.slice", "aten.squeeze"}
 _PIECES = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"}
 _NO_ATTRIBUTE = (torch.device, torch.layout, torch.memory_format)
@@ -161,7 +164,9 @@ class _Reader:
                 return
             op, inputs, others = "to", inputs[:1], {"dtype": kind.dtype}
         elif op in _VIEWS:
-            op, others = "view", {}
+            op, inputs, others = "view", inputs[:1], {}
+        elif op == "expand_as":
+            op, inputs = "expand", inputs[:1]
         space = node.target._schema.name.split("::")[0]  # type: ignore[union-attr]
         op = f"{space}.{op}"
         self.normalise(op, node, kind, others)
@@ -283,7 +288,7 @@ def _from_zero(dim: Value, rank: int) -> Value:
     return dim + rank if isinstance(dim, int) and dim < 0 else dim
 
 
-def _functional(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+def functional(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """The program without writes into its values. Raises UnsupportedModel when it changes its state."""
     calls = [n for n in program.graph.nodes if hasattr(n.target, "_schema")]
     if any(n.target._schema.is_mutable and _name(n) not in _SAME for n in calls):
@@ -335,7 +340,7 @@ def import_program(
     Raises:
         UnsupportedModel: something in the program has no form in a logical graph.
     """
-    program = _functional(program)
+    program = functional(program)
     reader = _Reader(torch_names or {}, prefixes)
     held = bindings(program)
     results: list[int | str] = []
@@ -371,7 +376,8 @@ def _finish(
         Node(n, d.op, tuple(map(refer, d.inputs)), d.type, d.attrs, origin=d.origin)
         for n, d in zip(found, kept, strict=True)
     )
-    used = dict.fromkeys(a[1:] for node in nodes for a in node.inputs if a[0] == "@")
+    read = [*(a for node in nodes for a in node.inputs), *map(refer, results)]
+    used = dict.fromkeys(a[1:] for a in read if a[0] == "@")
     if outputs is None:
         outputs = ["output"] if len(results) == 1 else [f"output.{i}" for i in range(len(results))]
     weights = tuple(reader.weights[w] for w in used)

@@ -31,12 +31,16 @@ DEEPSEEK: dict[str, Any] = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen3_moe": ("qwen3_moe", {**QWEN, "norm_topk_prob": True}),
-    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8},
+    ),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK),
 }
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-weights-as-they-are": ("qwen3_moe", {**QWEN, "norm_topk_prob": False}),
     "qwen2_moe-shared-expert": ("qwen2_moe", {**QWEN, "shared_expert_intermediate_size": 48}),
+    "deepseek_v2": ("deepseek_v2", DEEPSEEK),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
 }
 ALL = [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]

@@ -60,6 +60,10 @@ LONG: dict[str, Any] = {
 }  # fmt: skip
 DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 GPT2: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+BART: dict[str, Any] = {
+    "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96,
+    "is_decoder": True, "is_encoder_decoder": False,
+}  # fmt: skip
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -97,6 +101,10 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo-norm-without-weights": ("olmo", {}),
     "glm4": ("glm4", {"head_dim": 16}),
     "gptj": ("gptj", {**GPT2, "rotary_dim": 8}),
+    "bart-own-positions": ("bart", BART),
+    "roberta-positions-from-padding": ("roberta", {"is_decoder": True, "max_position_embeddings": 129}),
+    "rembert-spelled-attention": ("rembert", {"is_decoder": True, "input_embedding_size": 32}),
+    "openai-gpt-spelled-mask": ("openai-gpt", {**GPT2, "n_positions": 512, "max_position_embeddings": 512}),
 }
 ALL = [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from flashrt.errors import UnsupportedModel
 from flashrt.frontend import gate, hooks, lm
+from flashrt.frontend.gate import Verdict
 from flashrt.frontend.shrink import shrink
 
 CONTEXT = 4096
@@ -80,7 +81,7 @@ def _reason(leak: nn.Module) -> str:
     hooks.register()
     model = Model(leak).eval()
     hooks.use(model)
-    program = lm.export(model, "cpu")
+    program = lm.export(model, "cpu", CONTEXT)
     return (
         gate._sites(program, 1) or gate._rows(program, VOCAB, CONTEXT) or gate._logits(program, model, VOCAB)
     )
@@ -106,14 +107,26 @@ def test_leaks_are_found(leak: nn.Module) -> None:
 )
 def test_known_models_pass(kind: str, facts: dict[str, Any]) -> None:
     config = AutoConfig.for_model(kind, **facts)
-    assert gate.judge(shrink(config), CONTEXT) == ""
+    assert gate.judge(shrink(config), CONTEXT) == Verdict("")
+
+
+@pytest.mark.parametrize(("kind", "given"), [("bart", True), ("roberta", False)])
+def test_models_that_count_positions_themselves(kind: str, given: bool) -> None:
+    """By a range over the tokens; and from the token for padding on, unlike what they are given."""
+    config = AutoConfig.for_model(kind, is_decoder=True, decoder_layers=2, num_hidden_layers=2)
+    assert gate.judge(shrink(config), 100) == Verdict("", given)
+
+
+def test_another_way_for_long_sequences_is_refused() -> None:
+    config = shrink(AutoConfig.for_model("big_bird", is_decoder=True, max_position_embeddings=1024))
+    assert "can't be traced as one graph" in gate.judge(config, 1024).reason
 
 
 def test_layers_without_attention_are_refused() -> None:
     config = AutoConfig.for_model("lfm2", layer_types=["conv", "full_attention"] * 2, num_hidden_layers=4)
     small = shrink(config)
     assert small.layer_types == ["conv", "full_attention"]
-    assert "1 of 2 layers have no attention" in gate.judge(small, CONTEXT)
+    assert "1 of 2 layers have no attention" in gate.judge(small, CONTEXT).reason
 
 
 @pytest.mark.parametrize(("kind", "place"), [("mistral", 2), ("gemma2", 3), ("gemma2", 2)])
@@ -129,18 +142,18 @@ def test_attention_that_is_not_conveyed_is_refused(
         return attend(q, k, v, layer, *given)
 
     config = shrink(AutoConfig.for_model(kind))
-    assert gate.judge(config, CONTEXT) == ""
+    assert gate.judge(config, CONTEXT).reason == ""
     monkeypatch.setattr(gate, "_attend", without)
-    assert "attention isn't conveyed" in gate.judge(config, CONTEXT)
+    assert "attention isn't conveyed" in gate.judge(config, CONTEXT).reason
 
 
 def test_verdict_is_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHRT_CACHE", str(tmp_path))
     asked = []
 
-    def judge(small: Any, context: int) -> str:
+    def judge(small: Any, context: int) -> Verdict:
         asked.append(small.vocab_size)
-        return "it leaks"
+        return Verdict("it leaks")
 
     monkeypatch.setattr(gate, "judge", judge)
     small = AutoConfig.for_model("llama", hidden_size=4096, num_hidden_layers=32)

@@ -14,9 +14,11 @@ HEAD = 16
 WINDOW = 8  # tokens: shorter than most sequences of a trial
 CONTEXT = 512  # tokens
 
-_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _COUNTS: Mapping[str, int] = {
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4
+    ),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"), 2),
     **dict.fromkeys(
         ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8
@@ -31,7 +33,10 @@ _WIDTHS: Mapping[str, int] = {
     **dict.fromkeys(
         ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size"), 4 * HEAD
     ),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "encoder_ffn_dim"), 96),
+    **dict.fromkeys(
+        ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim"),
+        96,
+    ),
     **dict.fromkeys(("head_dim", "attention_head_dim", "kv_channels", "global_head_dim"), HEAD),
     **dict.fromkeys(
         ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32
@@ -56,11 +61,22 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "ministral": {"head_dim": HEAD, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": WINDOW},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2, "hidden_size": 64},
+    },
+    "lfm2_moe": {"layer_types": ["full_attention"] * LAYERS},
+    "longcat_flash": {"head_dim": 8},
+    "mamba2": {"head_dim": 2 * HEAD},
+    "reformer": {"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (16, 32)},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_attention_heads": 4},
     "gemma3n_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
     },
+    "big_bird": {"max_position_embeddings": 1024},  # from 705 tokens its attention is another
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 # tried in this order until the class takes the sizes
@@ -105,7 +121,7 @@ def _facts(model_type: str, defaults: Any) -> dict[str, Any]:
         "sliding_window" in known
     ):  # by default often none, and then a window that isn't conveyed wouldn't show
         facts["sliding_window"] = WINDOW
-    if getattr(defaults, "kv_lora_rank", None) is not None:  # latent attention: one key head a query head
+    if _has(defaults, "kv_lora_rank"):  # latent attention: one key head a query head
         facts.pop("head_dim", None)
         facts |= {"num_key_value_heads": 4} if "num_key_value_heads" in facts else {}
     if model_type not in ("gptj", "codegen", "minimax_m2"):  # elsewhere it follows from the head
