@@ -8,6 +8,7 @@
     PLAN/weights.json         where the weight bytes lie, by reference; or weights.bin, packed
     PLAN/constants.npz        tensors that are in no file (RoPE frequencies)
     PLAN/tokenizer.json, chat.json   for a language model
+    PLAN/text.json            for a text encoder
 
 A plan is written under a temporary name and renamed, so a killed compile leaves
 no broken plan; what it leaves is swept up by the next one. Processes that write
@@ -38,7 +39,7 @@ from numpy.typing import NDArray
 from flashrt import knobs
 from flashrt.backend import BlockSource, OpenDevice
 from flashrt.errors import ProgramError, RequestError
-from flashrt.frontend.imported import ChatFacts
+from flashrt.frontend.imported import ChatFacts, TextFacts
 from flashrt.ir import logical, micro, physical, text
 from flashrt.ir.ops import PAGE
 from flashrt.ir.types import TensorType
@@ -104,6 +105,7 @@ class Plan:
     weights: WeightIndex
     constants: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
     chat: ChatFacts | None = None
+    text: TextFacts | None = None
     packed: Path | None = None
     folder: Path | None = field(default=None, compare=False)
 
@@ -241,6 +243,8 @@ def _files(plan: Plan) -> Iterator[tuple[str, bytes]]:
         facts = asdict(plan.chat)
         yield "tokenizer.json", facts.pop("tokenizer").encode()
         yield "chat.json", json.dumps(facts, indent=1, ensure_ascii=False).encode()
+    if plan.text is not None:
+        yield "text.json", json.dumps(asdict(plan.text), ensure_ascii=False).encode()
 
 
 def _manifest(plan: Plan, files: Mapping[str, bytes], *, packed: bool) -> dict[str, Any]:
@@ -297,6 +301,9 @@ def _read(folder: Path, edited: bool) -> Plan:
         if "chat.json" in manifest["files"]:
             facts = json.loads(read.text("chat.json"))
             chat = ChatFacts(**{**facts, "eos": tuple(facts["eos"])}, tokenizer=read.text("tokenizer.json"))
+        encoder = None
+        if "text.json" in manifest["files"]:
+            encoder = TextFacts(**json.loads(read.text("text.json")))
         return Plan(
             name=manifest["name"],
             key=manifest["key"],
@@ -308,6 +315,7 @@ def _read(folder: Path, edited: bool) -> Plan:
             weights=index_from_json(read.text("weights.json")),
             constants=read.arrays("constants.npz"),
             chat=chat,
+            text=encoder,
             packed=folder / "weights.bin" if manifest["packed"] else None,
             folder=folder,
         )

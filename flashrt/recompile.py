@@ -137,7 +137,7 @@ def _placed(
     known = {d.id for d in machine.devices}
     options = replace(options, pins=tuple(p for p in options.pins if p.rpartition("=")[2] in known))
     key = hashlib.sha256(f"{plan.key} {machine.fingerprint()} {context}".encode()).hexdigest()[:24]
-    model = Imported(whole(plan, context), plan.weights, plan.constants, plan.chat)
+    model = Imported(whole(plan, context), plan.weights, plan.constants, plan.chat, plan.text)
     made = compile_model(model, machine, options, key=key, on_stage=on_stage)
     return replace(made, options=plan.options)
 

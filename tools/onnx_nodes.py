@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import fnmatch
+import importlib
 import os
 import sys
 import tempfile
@@ -42,6 +43,17 @@ def cases(pattern: str = "*") -> Iterator[Any]:
         warnings.simplefilter("ignore")  # the tests divide by zero on purpose
         found = collect_testcases(None)
     return (case for case in found if fnmatch.fnmatch(case.name, pattern))
+
+
+def cases_of(operators: Sequence[str]) -> list[Any]:
+    """The node tests of some operators, by the names of ONNX's modules: making all takes seconds."""
+    from onnx.backend.test.case import node
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for operator in operators:
+            importlib.import_module(f"{node.__name__}.{operator}")
+    return list(node._NodeTestCases)
 
 
 def verdict(case: Any, folder: Path) -> tuple[str, str]:

@@ -34,22 +34,17 @@ def run_arrays(
     Raises:
         RequestError: a file can't be read or written, or names, dtypes or shapes don't fit.
     """
-    from flashrt import engine
     from flashrt.frontend import models
 
     if source is None or target is None:
         raise RequestError("--input and --output go together", hint="add --input IN.npz --output OUT.npz")
-    _check_target(target)
+    check_target(target)
     given = read_arrays(source)
     if chosen.context is None and models.find(model).kind in ("onnx", "callable", "export"):
         chosen = replace(chosen, context=_bound(given))
     compiled = obtain(model, chosen, fresh=fresh)
     _check(compiled.plan, given)
-    with progress("loading"), engine.open_plan(compiled.plan, threads=threads) as program:
-        program.open()
-        begun = time.perf_counter()
-        outputs = program.call(given)
-        seconds = time.perf_counter() - begun
+    outputs, seconds = call(compiled.plan, given, threads)
     write_arrays(target, outputs)
     shapes = {n: f"{a.dtype}{list(a.shape)}" for n, a in outputs.items()}
     if as_json:
@@ -58,6 +53,18 @@ def run_arrays(
     else:
         told = ", ".join(f"{n} {t}" for n, t in shapes.items())
         say(f"{told} → {target} · {seconds * 1e3:,.1f} ms · peak memory {size(peak_memory())}", "dim")
+
+
+def call(plan: Plan, given: Arrays, threads: int | None) -> tuple[Arrays, float]:
+    """The model's outputs, and the seconds they took without loading."""
+    from flashrt import engine
+    from flashrt.cli.texts import encode
+
+    with progress("loading"), engine.open_plan(plan, threads=threads) as program:
+        program.open()
+        begun = time.perf_counter()
+        outputs = program.call(given) if plan.text is None else encode(program, given)
+        return outputs, time.perf_counter() - begun
 
 
 def read_arrays(path: Path) -> Arrays:
@@ -93,7 +100,7 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _check_target(path: Path) -> None:
+def check_target(path: Path) -> None:
     """Refuses early what `write_arrays` couldn't write."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         why = "is a folder" if path.is_dir() else "lies in a folder that isn't there"

@@ -33,12 +33,15 @@ from flashrt.cli.options import (
     open_model,
 )
 from flashrt.cli.terminal import complain, interrupts, peak_memory, say, size
+from flashrt.cli.texts import run_text
 from flashrt.errors import RequestError
 
 if TYPE_CHECKING:
     from flashrt.engine import LLM
     from flashrt.llm.generate import Completion
     from flashrt.llm.request import Sampling
+
+_NO_PROMPT = "--input and --output go without a prompt: they are for models of another kind"
 
 Prompt = str | Sequence[Mapping[str, str]]
 
@@ -82,16 +85,15 @@ def run_(
     """Runs a language model: streams the answer, ends with its speed and memory.
 
     Ctrl-C ends the answer within a step. The figures go to stderr, the answer to stdout.
-    Any other model runs once on the arrays of --input.
+    Any other model runs once on the arrays of --input; a text encoder takes --prompt, too, and prints the
+    text's embedding.
     """
     from flashrt.llm.request import Sampling
 
     chosen = Chosen(context, tokens, without, numerics, device, budget, place)
-    if input is not None or output is not None:
+    if input is not None or (output is not None and prompt is None and source is None):
         if source or interactive or raw or system or prompt is not None:
-            raise RequestError(
-                "--input and --output go without a prompt: they are for models of another kind"
-            )
+            raise RequestError(_NO_PROMPT)
         run_arrays(model, chosen, input, output, threads=threads, fresh=fresh, as_json=as_json)
         return
 
@@ -106,6 +108,16 @@ def run_(
         fresh=fresh,
     )
     text = _stdin() if source else prompt
+    if compiled.plan.text is not None:
+        if interactive or raw or system or text is None:
+            raise RequestError(
+                f"{compiled.plan.name} is a text encoder: it answers nothing",
+                hint="--prompt TEXT gives a text's embedding",
+            )
+        run_text(compiled.plan, text, output, threads=threads, as_json=as_json)
+        return
+    if output is not None:
+        raise RequestError(_NO_PROMPT)
     with open_model(model, compiled, threads, live=live) as llm:
         if interactive:
             _converse(llm, system, sampling)

@@ -127,6 +127,8 @@ def _sources(place: _Place, tensors: dict[str, Tensor]) -> tuple[str, ...]:
     module, _, last = source.rpartition(".")
     if source in tensors:
         return _cut(place, source, tensors) if place.transposed else _whole(place, source, tensors)
+    if len(place.weight.type.shape) == 1:
+        return (source,)  # of a bias, only the frontend of the file may know the parts
     parts = ("gate_proj", "up_proj") if place.both else (last,)
     joint = [f"{module}.{name}.weight" for name in parts]
     if all(name in tensors and len(tensors[name].shape) == 3 for name in joint):

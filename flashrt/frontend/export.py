@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from flashrt.errors import ModelError, UnsupportedModel
 from flashrt.frontend import trace
 from flashrt.frontend.bind import bind
+from flashrt.frontend.copies import copied
 from flashrt.frontend.imported import Imported
 from flashrt.ir.logical import Graph
 from flashrt.ir.types import Expr, Symbol, symbols_of
@@ -49,7 +50,7 @@ def load_export(path: str | Path, *, largest: int = LARGEST) -> Imported:
     path = Path(path)
     program = _read(path)
     graph = trace.import_program(program, path.stem, symbols=())
-    graph = with_symbols(graph, program, largest)
+    graph = copied(with_symbols(graph, program, largest))
     sources = [s for w in graph.weights for s in w.sources]
     index = _index(path, program, sources)
     constants = {s: values_of(program, s) for s in sources if s not in index.tensors}
@@ -58,7 +59,7 @@ def load_export(path: str | Path, *, largest: int = LARGEST) -> Imported:
 
 def imported(program: Any, name: str, largest: int) -> Imported:
     """A program that is in no file: its weights become constants."""
-    graph = with_symbols(trace.import_program(program, name, symbols=()), program, largest)
+    graph = copied(with_symbols(trace.import_program(program, name, symbols=()), program, largest))
     constants = {s: values_of(program, s) for w in graph.weights for s in w.sources}
     index = WeightIndex((), {})
     return Imported(bind(graph, index, constants), index, constants)

@@ -18,11 +18,13 @@ from flashrt.frontend.gguf_header import Header, TensorInfo
 from flashrt.frontend.gguf_shards import read_shards
 from flashrt.frontend.gguf_tokenizer import chat_facts
 from flashrt.frontend.imported import Imported
+from flashrt.ir.logical import Graph
 from flashrt.ir.types import Weight
 from flashrt.weights.index import Tensor, WeightIndex
 from flashrt.weights.source import file_entry
 
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_EXPERTS_BIASES = ("gate_proj.bias", "up_proj.bias")  # of which a model has one, gate_up_proj_bias
 
 
 def load_gguf(path: str | Path, *, context: int | None = None) -> Imported:
@@ -45,7 +47,7 @@ def load_gguf(path: str | Path, *, context: int | None = None) -> Imported:
     config = make_config(header)
     context = hf.longest(config, context)
     graph, constants, _ = hf.trace_config(config, name=_name(header), context=context)
-    graph, index = arrange(graph, index)
+    graph, index = _joined_biases(*arrange(graph, index))
     graph = bind(graph, index, constants)
     _refuse_unused(header, graph.weights, index)
     return Imported(graph, index, constants, replace(chat, context=context))
@@ -72,9 +74,32 @@ def weight_index(header: Header) -> WeightIndex:
         rotated = {"q_proj": heads, "k_proj": kv_heads}.get(fqn.split(".")[-2], 0) if arch.pairwise else 0
         shift = arch.norm_shift if fqn.endswith("norm.weight") else 0.0
         tensors[fqn] = _tensor(header, header.tensors[name], rotated, shift)
-    if _HEAD not in tensors and _EMBEDDING in tensors:
-        tensors[_HEAD] = tensors[_EMBEDDING]  # a tied head isn't stored
+    embedding = f"{arch.whole['token_embd']}.weight"
+    if _HEAD not in tensors and embedding in tensors:
+        tensors[_HEAD] = tensors[embedding]  # a tied head isn't stored
     return WeightIndex(tuple(map(file_entry, header.paths)), tensors)
+
+
+def _joined_biases(graph: Graph, index: WeightIndex) -> tuple[Graph, WeightIndex]:
+    """Biases of experts' gates and ups, [E,N] each, as rows of one weight: an expert's gate, then its up."""
+    tensors, weights = dict(index.tensors), []
+    for weight in graph.weights:
+        module, _, name = weight.sources[0].rpartition(".")
+        pair = [f"{module}.{part}" for part in _EXPERTS_BIASES]
+        if name == "gate_up_proj_bias" and all(p in tensors for p in pair):
+            whole = {p: tensors.pop(p) for p in pair}
+            experts = whole[pair[0]].shape[0]
+            pieces = {f"{p}.{e}": _row(t, e) for e in range(experts) for p, t in whole.items()}
+            tensors.update(pieces)
+            weight = replace(weight, sources=tuple(pieces))
+        weights.append(weight)
+    return replace(graph, weights=tuple(weights)), WeightIndex(index.files, tensors)
+
+
+def _row(tensor: Tensor, row: int) -> Tensor:
+    """One row of a matrix as a vector."""
+    size = tensor.bytes // tensor.shape[0]
+    return replace(tensor, offset=tensor.offset + row * size, bytes=size, shape=tensor.shape[1:])
 
 
 def _tensor(header: Header, info: TensorInfo, heads: int, shift: float) -> Tensor:

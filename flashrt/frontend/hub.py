@@ -12,6 +12,7 @@ FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
     "*.safetensors", "*.safetensors.index.json",
+    "modules.json", "sentence_bert_config.json", "*_Pooling/config.json",
 )  # fmt: skip
 SECONDS = 10.0  # to wait for the hub's first answer
 

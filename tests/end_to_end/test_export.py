@@ -164,3 +164,22 @@ def test_explain_names_what_has_no_kernel(tmp_path: Path) -> None:
     assert variant["host_rows"] == [on_host[0]["name"]]
     assert "reference implementation" in on_host[0]["because"]
     assert {n["op"] for n in variant["nodes"] if not n["host"]} >= {"linear"}
+
+
+class Nothing(nn.Module):
+    """Outputs that no operation computes: an input, an input in another shape, a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.arange(6.0).reshape(2, 3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x, x.reshape(-1), self.weight
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_outputs_that_nothing_computes(tmp_path: Path, device: str) -> None:
+    module, x = Nothing().eval(), torch.randn(3, 4)
+    torch.export.save(torch.export.export(module, (x,)), tmp_path / "nothing.pt2")
+    with opened(tmp_path / "nothing.pt2", device) as program:
+        check(program.call({"x": x.numpy()}), theirs(module, x), device)
