@@ -16,13 +16,19 @@ def packed(fields: Sequence[int | float]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch. grid: blocks; threads: of a block; shared: bytes of shared memory."""
+    """One kernel launch. grid: blocks; threads: of a block; fields: its arguments; shared: bytes of shared
+    memory."""
 
     kernel: str
     grid: tuple[int, int, int]
     threads: int
-    args: bytes
+    fields: tuple[int | float, ...]
     shared: int = 0
+
+    @property
+    def args(self) -> bytes:
+        """The arguments as the kernel takes them."""
+        return packed(self.fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,16 @@ class Linear(NamedTuple):
     tokens: int
     digits: int
     span: int
+    slot_bytes: int
+    depth: int
+
+
+class Walk(NamedTuple):
+    ops: int
+    count: int
+    arrived: int
+    slot_bytes: int
+    depth: int
 
 
 class Plain(NamedTuple):
@@ -268,4 +284,4 @@ def launch(
 ) -> Launch:
     """A launch with these fields; a grid of fewer than three sizes has ones behind it."""
     x, y, z = (*grid, 1, 1)[:3]
-    return Launch(kernel, (x, y, z), threads, packed(fields), shared)
+    return Launch(kernel, (x, y, z), threads, fields, shared)

@@ -13,6 +13,7 @@ from flashrt.errors import PlanError
 from flashrt.ir import micro
 from flashrt.ir.ops import LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
 from flashrt.ir.types import Dim
+from flashrt.layouts import LAYOUTS
 
 FEW = 32  # tokens up to which products with bf16 activations run our kernel
 TAKEN = 8  # tokens up to which a product normalises and rounds its input itself: each of its blocks does
@@ -21,9 +22,11 @@ PACKED = {"q4.16x32": 4, "q4m.16x32": 5, "q8.16x32": 8}
 PLAIN = {"f32": 0, "f16": 1, "bf16": 2}
 DIGITS = {LINEAR_EXACT: 4, LINEAR_BF16: 2, LINEAR_I8: 1}  # columns of a token, as source/linear.cu has them
 KINDS = {"f32": 0, "bf16": 1, "u8": 2}  # of activations
-WARPS, DEPTH = 16, 2  # of source/linear.cu
+WARPS = 16  # that multiply, of source/linear.cu
+THREADS = 32 * (WARPS + 2)
 COLUMNS = 32  # at most in one block
-SPAN = 4  # blocks of 32 inputs that a warp copies at a time, as `MOST` has it
+SLOT = 38000  # bytes of a ring's slot at most: 64 blocks of 32 inputs of two row groups in q4
+DEPTH = 8  # slots of a ring at most
 
 
 def few(instr: micro.Dispatch, ops: Operands) -> bool:
@@ -40,7 +43,7 @@ def takes(instr: micro.Dispatch, ops: Operands) -> bool:
 
 
 def _on_tiles(w: Matrix) -> bool:
-    return w.layout.name in PACKED or (w.layout.name == "bf16" and w.k % 8 == 0)
+    return w.layout.name in PACKED or (w.layout.name == "bf16" and w.k % 32 == 0)
 
 
 def linear(joint: Joint, ops: Operands, acts: Mapping[str, int]) -> list[Step]:
@@ -82,10 +85,10 @@ def _few(joint: Joint, instr: micro.Dispatch, w: Matrix, ops: Operands, acts: Ma
         _number(norm, "eps"), _number(norm, "offset"),
         y.address, y.stride, int(joint.rounded is not None), bias, residual, residual_stride,
         acts[str(gated.attr("act"))] if gated else 0, ops.rows(rows), block.tokens, block.digits,
-        block.span,
+        block.span, block.slot, block.depth,
     )  # fmt: skip
     grid = (min(tiles, ops.limits.processors), -(-most // block.tokens))
-    return launch(f"linear_{NAMES[w.layout.name]}_{block.tile}", grid, 512, fields, block.shared)
+    return launch(f"linear_{NAMES[w.layout.name]}_{block.tile}", grid, THREADS, fields, block.shared)
 
 
 def _number(norm: micro.Dispatch | None, key: str) -> float:
@@ -96,42 +99,69 @@ def _number(norm: micro.Dispatch | None, key: str) -> float:
 @dataclass(frozen=True, slots=True)
 class Block:
     """How a block of threads works. tokens: at a time; digits: columns of each; tile: eights of columns;
-    span: blocks of 32 inputs in a slot of a warp's ring; shared: bytes of shared memory."""
+    span: blocks of 32 inputs in a slot of the ring; slot: bytes of it; depth: slots; shared: bytes of
+    shared memory."""
 
     tokens: int
     digits: int
     tile: int
     span: int
+    slot: int
+    depth: int
     shared: int
 
 
 def _block(w: Matrix, rows: int, numerics: str, ops: Operands) -> Block:
     """The one with most tokens, dealt out evenly, and with the largest ring that then fits."""
-    plain, digits, blocks = w.layout.name == "bf16", DIGITS[numerics], -(-w.k // 32)
-    if plain:
-        digits = 4 if numerics == LINEAR_EXACT else 1
-    held = 3 if plain and digits == 4 else digits  # columns in memory
-    each = blocks * (64 * held if plain else 32 * held + 4 + 4 * held * w.layout.minimum) + 64
-    share = -(-blocks // WARPS)
-    spans = [2] if plain else sorted({-(-share // -(-share // most)) for most in range(1, SPAN + 1)})
-
-    def needed(span: int, tokens: int) -> int:
-        ring = WARPS * DEPTH * span * w.layout.group_bytes(32) * (16 if plain else 2)
-        sums = 16 * 4 * (WARPS + 1) * (1 if plain else 2) * (2 if tokens <= 4 else 1)
-        return ring + tokens * (each + sums)
-
-    def fits(span: int, tokens: int) -> bool:
-        return needed(span, tokens) <= ops.limits.shared
-
+    plain = w.layout.name == "bf16"
+    digits = 4 if plain and numerics == LINEAR_EXACT else 1 if plain else DIGITS[numerics]
     most = min(rows, COLUMNS // digits)
-    tokens = max((t for t in range(1, most + 1) if fits(spans[0], t)), default=0)
-    if not tokens:
-        what = f"{ops.device}: products of {w.k} inputs need {needed(spans[0], 1)} bytes of shared memory"
-        raise PlanError(what)
-    tokens = -(-rows // -(-rows // tokens))
-    span = max(s for s in spans if fits(s, tokens))
+    smallest = span_of(w.layout.name, w.k, 0)
+    least = ring_bytes(slot_bytes(w.layout.name, smallest), 2)
+    fitting = [t for t in range(1, most + 1) if room(w, t, numerics) + least <= ops.limits.shared]
+    if not fitting:
+        needed = room(w, 1, numerics) + least
+        raise PlanError(f"{ops.device}: products of {w.k} inputs need {needed} bytes of shared memory")
+    tokens = -(-rows // -(-rows // fitting[-1]))
+    free = ops.limits.shared - room(w, tokens, numerics)
+    slot = slot_bytes(w.layout.name, span_of(w.layout.name, w.k, SLOT))
+    while ring_bytes(slot, 2) > free:
+        slot = slot_bytes(w.layout.name, span_of(w.layout.name, w.k, slot // 2))
+    span, depth = span_of(w.layout.name, w.k, slot), ring_depth(slot, free)
     tile = next(t for t in (1, 2, 4) if tokens * digits <= 8 * t)
-    return Block(tokens, digits, tile, span, needed(span, tokens))
+    return Block(tokens, digits, tile, span, slot, depth, ops.limits.shared - free + ring_bytes(slot, depth))
+
+
+def room(w: Matrix, tokens: int, numerics: str) -> int:
+    """Bytes of shared memory that a block has for so many tokens' columns and for sums."""
+    plain, digits, blocks = w.layout.name == "bf16", DIGITS[numerics], -(-w.k // 32)
+    held = (3 if numerics == LINEAR_EXACT else 1) if plain else digits  # columns in memory
+    each = blocks * (64 * held if plain else 32 * held + 4 + 4 * held * w.layout.minimum) + 64
+    sums = 16 * 4 * (WARPS + 1) * (1 if plain else 2) * (2 if tokens <= 8 else 1)
+    return tokens * (each + sums)
+
+
+def slot_bytes(layout: str, span: int) -> int:
+    """Bytes of so many blocks of 32 inputs: of two row groups, or of 16 rows of bf16, each with 64 more."""
+    return 16 * (span + 1) * 64 if layout == "bf16" else span * 2 * LAYOUTS[layout].group_bytes(32)
+
+
+def span_of(layout: str, k: int, slot: int) -> int:
+    """Blocks of 32 inputs in a slot of so many bytes: a multiple of 16, and as even as can be."""
+    blocks = -(-k // 32)
+    turns = -(-blocks // WARPS)  # blocks of a warp
+    most = max((n for n in range(1, turns + 1) if slot_bytes(layout, WARPS * n) <= slot), default=1)
+    return WARPS * -(-turns // -(-turns // most))
+
+
+def ring_bytes(slot: int, depth: int) -> int:
+    """Bytes of shared memory of a ring, as `ring_bytes` in source/linear.cu."""
+    return 256 + depth * slot
+
+
+def ring_depth(slot: int, free: int) -> int:
+    """Slots that fit so many bytes; 0 if there aren't two."""
+    return max((d for d in range(2, DEPTH + 1) if ring_bytes(slot, d) <= free), default=0)
 
 
 def _plain(joint: Joint, instr: micro.Dispatch, w: Matrix, ops: Operands) -> Step:

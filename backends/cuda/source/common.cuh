@@ -59,6 +59,63 @@ __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool in) 
 __device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 __device__ __forceinline__ void copies_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+// A barrier in shared memory that opens when so many have arrived and the bytes are there that were announced: phase
+// after phase, whose parity is asked for.
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void barrier_make(u64* b, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+// Before copies may count on barriers that were made.
+__device__ __forceinline__ void barriers_made() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void barrier_wait(const u64* b, u32 parity) {
+  u32 open;
+  do {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(open) : "r"(shared_address(b)), "r"(parity) : "memory");
+#else
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(open) : "r"(shared_address(b)), "r"(parity) : "memory");
+#endif
+  } while (!open);
+}
+__device__ __forceinline__ void barrier_arrive(u64* b) {
+  asm volatile("{\n.reg .b64 t;\nmbarrier.arrive.shared.b64 t, [%0];\n}" ::"r"(shared_address(b)) : "memory");
+}
+#if __CUDA_ARCH__ >= 900
+constexpr int FILLERS = 1;  // arrivals that a piece of copies makes
+__device__ __forceinline__ void barrier_expect(u64* b, int bytes) {
+  asm volatile("{\n.reg .b64 t;\nmbarrier.arrive.expect_tx.shared.b64 t, [%0], %1;\n}"
+               ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+// Copies whole 16 bytes into shared memory, for a barrier that expects them; one thread calls it.
+__device__ __forceinline__ void bulk_ahead(void* to, const void* from, int bytes, u64* b) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
+}
+#define BULK 1
+#else
+constexpr int FILLERS = 32;
+// A lane arrives when the copies that it began are there.
+__device__ __forceinline__ void barrier_copied(u64* b) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory");
+}
+#endif
+// Threads that share a barrier of the block: number `id`, `threads` of them.
+__device__ __forceinline__ void meet(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// What a counter in device memory stands at, and with it all that was written before it was counted up.
+__device__ __forceinline__ int counted(const int* p) {
+  int v;
+  asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void pause() { __nanosleep(20); }
 // e^x, to some units in the last place where x is small, as differences of maxima are
 __device__ __forceinline__ float power(float x) { return __expf(x); }
 // The upper halves of four bytes, from 0 to 15, as 16·(q − 8): signed bytes.
@@ -88,12 +145,12 @@ __device__ __forceinline__ float warp_sum(float v) {
   return v;
 }
 
-// The sum over a block of 512 threads, for all of them; `room` has 16 floats. One order for every caller.
+// The sum over the first 512 threads of a block, for all of them; `room` has 16 floats. One order for every caller.
 __device__ __forceinline__ float block_sum(float v, float* room) {
   v = warp_sum(v);
-  __syncthreads();
+  meet(0, 512);
   if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = v;
-  __syncthreads();
+  meet(0, 512);
   float total = 0.f;
   for (int i = 0; i < 16; ++i) total += room[i];
   return total;

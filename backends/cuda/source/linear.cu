@@ -1,8 +1,8 @@
 // y = x·wᵀ (+ bias) (+ residual) for few tokens, on tensor cores, at the pace at which weights can be read.
 //
-// A block of 16 warps makes 32 output channels at a time, two row groups (bf16: 16); each warp has its own range of K, copies
-// those weights ahead of itself into a ring in shared memory, and the warps' sums are added in one order. The ring
-// fills while the kernel before ends.
+// A block makes 32 output channels at a time, two row groups (bf16: 16). One warp copies weights into a ring of slots
+// in shared memory; 16 warps multiply, warp w the blocks w, w+16, … of 32 inputs; one adds up their sums, in one order,
+// while they are at the next tile. The ring fills while what comes before ends: see `walk`.
 //
 // Quantised weights meet x as whole numbers: a block of 32 activations has one scale, a power of two for which
 // they become whole numbers of 31 bits or (two digits) 15 bits, and these are columns of signed bytes: one, two
@@ -28,11 +28,11 @@ struct LinearArgs {
   i64 residual_stride, act;
   const i64* rows;       // tokens in this step
   i64 tokens, digits;    // at most in one block; columns for each
-  i64 span;              // blocks of 32 inputs in one slot of a ring
+  i64 span;              // blocks of 32 inputs in one slot of the ring, a multiple of 16
+  i64 slot_bytes, depth; // of the ring
 };
 
-constexpr int WARPS = 16;
-constexpr int MOST = 4;           // blocks of 32 inputs in a slot of a ring: `span` is no larger
+constexpr int WARPS = 16;         // that multiply; behind them one that copies, and one that finishes
 constexpr int PITCH = WARPS + 1;  // of partial sums: neighbouring cells lie in different banks
 
 // Row groups that a block of threads makes at a time.
@@ -49,38 +49,99 @@ __device__ __forceinline__ i64 group_bytes(int nblk, i64 format) {
   return (i64)nblk * (format == 8 ? 544 : format == 5 ? 320 : 288);
 }
 
-// Copies the blocks [b, b+count) of a row group into a ring's slot: quants, scales, minima behind each other;
-// bf16: 16 rows of 128 bytes, whose pieces of 16 bytes are swapped so that rows lie in different banks.
-template <int FORMAT>
-__device__ __forceinline__ void fetch(
-    char* slot, const LinearArgs& a, i64 group, int nblk, int b, int count, int span, int lane) {
-  if constexpr (FORMAT == 16) {
-    const i64 last = a.n * (a.act ? 2 : 1) - 1;
-    const int piece = lane & 7, first = b * 32 + piece * 8;
-    const bool in = piece < count * 4 && first < a.k;  // k is a multiple of 8 here
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int r = 4 * i + (lane >> 3);
-      i64 row = group * 16 + r;
-      row = row < last ? row : last;
-      copy_ahead(slot + r * 128 + (piece ^ ((r & 1) << 2 | (r >> 1 & 3))) * 16,
-                 a.w + (row * a.k + (in ? first : 0)) * 2, in);
-    }
-  } else {
-    const char* from = a.w + group * group_bytes(nblk, FORMAT);
-    const char* quants = from + (i64)b * QUANTS<FORMAT>;
-    // q8: words of inputs 8j… first, then those of 8j+4…
-    const int to = FORMAT == 8 ? (lane & 4) << 2 | (lane & 24) >> 1 | (lane & 3) : lane;
-#pragma unroll
-    for (int c = 0; c < MOST * QUANTS<FORMAT> / 16; c += 32)
-      if (c + lane < count * (QUANTS<FORMAT> / 16)) copy_ahead(slot + (c + to) * 16, quants + (c + lane) * 16, true);
-    const char* scales = from + nblk * QUANTS<FORMAT> + b * 32;
-    if (lane < count * 2) {
-      copy_ahead(slot + span * QUANTS<FORMAT> + lane * 16, scales + lane * 16, true);
-      if constexpr (FORMAT == 5)
-        copy_ahead(slot + span * (QUANTS<5> + 32) + lane * 16, scales + nblk * 32 + lane * 16, true);
-    }
+// Slots in shared memory, one after the other, and for each two barriers, which open when it is full or empty.
+struct Ring {
+  char* slots;
+  u64 *full, *empty;
+  int slot_bytes, depth;
+};
+
+// A place in a ring: what fills it and what empties it each have one.
+struct Turn {
+  int slot = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void next(int depth) {
+    if (++slot == depth) { slot = 0; parity ^= 1; }
   }
+};
+
+constexpr int SUMS = 2;  // sets of the warps' sums: one is added up while the next comes
+constexpr int HEAD = 256;
+
+__device__ __forceinline__ int ring_bytes(int slot_bytes, int depth) { return HEAD + depth * slot_bytes; }
+
+// Sets up what a block's warps hand each other, by all of its threads: the ring of weights, and barriers for a ring of
+// sums, whose place depends on the product.
+__device__ __forceinline__ Ring ring_at(char* shared, int slot_bytes, int depth) {
+  const Ring ring{shared + HEAD, (u64*)shared, (u64*)shared + 8, slot_bytes, depth};
+  u64* sums = (u64*)shared + 16;
+  if ((int)threadIdx.x < depth) {
+    barrier_make(ring.full + threadIdx.x, FILLERS);
+    barrier_make(ring.empty + threadIdx.x, WARPS);
+    barriers_made();
+  }
+  if (threadIdx.x < SUMS) {
+    barrier_make(sums + threadIdx.x, WARPS);
+    barrier_make(sums + SUMS + threadIdx.x, 1);
+  }
+  __syncthreads();
+  return ring;
+}
+
+// bf16: bytes from row to row of a slot: rows lie in different banks.
+__device__ __forceinline__ int row_pitch(int span) { return span * 64 + 64; }
+
+// What the copying warp does for one product: fills slot after slot, in the order in which they are used.
+template <int FORMAT>
+__device__ __forceinline__ void feed(const LinearArgs& a, const Ring& ring, Turn& turn, int lane) {
+  constexpr int U = GROUPS<FORMAT>, PARTS = FORMAT == 5 ? 3 : 2;  // quants, scales, minima
+  const int k = (int)a.k, nblk = (k + 31) / 32, span = (int)a.span, last = (int)a.n * (a.act ? 2 : 1) - 1;
+  const int apart = a.act ? 1 : U, halves = a.act && U == 1 ? 2 : 1;  // bf16: gate and up one after the other
+  const int tiles = (int)a.tiles, second = (int)a.second;
+  const char* w = a.w;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x)
+    for (int half = 0; half < halves; ++half)
+      for (int b = 0; b < nblk; b += span) {
+        const int count = nblk - b < span ? nblk - b : span;
+        char* slot = ring.slots + turn.slot * ring.slot_bytes;
+        u64* full = ring.full + turn.slot;
+        // piece i: where from, where to, bytes
+        auto piece = [&](int i, char*& to, const char*& from) {
+          if constexpr (FORMAT == 16) {
+            const int row = (tile + half * second) * 16 + i;
+            to = slot + i * row_pitch(span);
+            from = w + ((i64)(row < last ? row : last) * k + b * 32) * 2;
+            return count * 64;
+          } else {
+            const int u = i >= PARTS ? 1 : 0, part = i - u * PARTS, group = tile * apart + u * second;
+            const int before = part ? QUANTS<FORMAT> + (part - 1) * 32 : 0, each = part ? 32 : QUANTS<FORMAT>;
+            to = slot + span * (u * BLOCK<FORMAT> + before);
+            from = w + group_bytes(nblk, FORMAT) * (group < last / 16 ? group : last / 16) + (i64)nblk * before + b * each;
+            return count * each;
+          }
+        };
+        constexpr int PIECES = FORMAT == 16 ? 16 : U * PARTS;
+        barrier_wait(ring.empty + turn.slot, turn.parity ^ 1);
+#ifdef BULK
+        if (lane == 0) barrier_expect(full, U * count * BLOCK<FORMAT>);
+        __syncwarp();
+        if (lane < PIECES) {
+          char* to;
+          const char* from;
+          const int bytes = piece(lane, to, from);
+          bulk_ahead(to, from, bytes, full);
+        }
+#else
+        for (int i = 0; i < PIECES; ++i) {
+          char* to;
+          const char* from;
+          const int bytes = piece(i, to, from);
+          for (int c = lane * 16; c < bytes; c += 512) copy_ahead(to + c, from + c, true);
+        }
+        barrier_copied(full);
+#endif
+        turn.next(ring.depth);
+      }
 }
 
 // What a block keeps of x in shared memory.
@@ -94,12 +155,12 @@ struct Columns {
 
 constexpr float MAGIC = 12582912.f;  // 1.5·2²³: a whole number added to its bits is added to its value
 
-// Where a thread finds its part of the columns of one block of 32 inputs. Columns that nobody has are read all
-// the same: what comes of them is nobody's sum.
+// Where a thread finds its part of a block's columns of x, and of its weights in a slot. Columns that nobody has are
+// read all the same: what comes of them is nobody's sum.
 template <int FORMAT, int NT>
 struct Part {
   const char* values;
-  const float *first, *second;   // scales of its two columns' tokens
+  const float *first, *second;        // scales of its two columns' tokens
   const float* sums;
   int offset[FORMAT == 16 ? NT : 1];  // bf16: bytes to the column of each tile
 };
@@ -124,73 +185,134 @@ __device__ __forceinline__ Part<FORMAT, NT> part_of(const Columns& x, int tokens
   return p;
 }
 
-// sums[tile of columns][4]: row 2g of columns 2j and 2j+1, then row 2g+1 (bf16: rows g and g+8)
-template <int FORMAT, int NT>
-__device__ __forceinline__ void multiply(
-    const char* slot, int span, int b, const Part<FORMAT, NT>& p, int shift, int lane, float (*sums)[NT][4]) {
-  const int g = lane >> 2, j = lane & 3;
-  if constexpr (FORMAT == 16) {
-    // two blocks share a slot's rows of 128 bytes
-    const char* rows = slot + (b & ~1) * 1024;
-    const int piece = ((b & 1) * 4 + j) ^ ((g & 1) << 2 | (g >> 1 & 3));
-    const uint4 v = *(const uint4*)(rows + g * 128 + piece * 16);
-    const uint4 w = *(const uint4*)(rows + (g + 8) * 128 + piece * 16);
+// What a lane holds of a block of 32 inputs: weights of U row groups, with scales and minima of its two rows in each,
+// and columns of x with their scales and sums. ONE: a token has one column, else two neighbours are one token's.
+template <int FORMAT, int NT, bool ONE>
+struct Held {
+  static constexpr int U = GROUPS<FORMAT>;
+  uint4 w[U];  // q8: four words; bf16: row g
+  uint4 more;  // bf16: row g+8
+  u32 scales[U], minima[U];
+  uint4 x[NT];
+  float s[NT], r[NT], sum[NT], next_sum[NT];
+
+  // slot: the lane's first byte of this block in the slot; i: which of the warp's blocks of it this is
+  __device__ __forceinline__ void load(
+      const char* quants, const char* scale, int span, const Part<FORMAT, NT>& p, int i, int count, int tokens, int shift) {
+    const int at = 16 * i;
+    if constexpr (FORMAT == 16) {
+      w[0] = *(const uint4*)(quants + at * 64);
+      more = *(const uint4*)(quants + at * 64 + 8 * row_pitch(span));
 #pragma unroll
-    for (int t = 0; t < NT; ++t) {
-      const uint4 c = *(const uint4*)(p.values + p.offset[t]);
-      mma(sums[0][t], v.x, w.x, v.y, w.y, c.x, c.y);
-      mma(sums[0][t], v.z, w.z, v.w, w.w, c.z, c.w);
-    }
-  } else {
-    uint2 m[NT];
-    float s[NT], r[NT], x[NT], y[NT];
-#pragma unroll
-    for (int t = 0; t < NT; ++t) {
-      m[t] = *(const uint2*)(p.values + t * 256);
-      s[t] = p.first[t * 8 >> shift];
-      r[t] = shift ? s[t] : p.second[t * 8];
-      if constexpr (FORMAT == 5) { x[t] = p.sums[t * 8]; y[t] = p.sums[t * 8 + 1]; }
-    }
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      const char* group = slot + u * span * BLOCK<FORMAT>;
-      const char* quants = group + b * QUANTS<FORMAT> + j * 64 + g * 8;
-      const uint2 v = *(const uint2*)quants;
-      u32 a0, a1, a2, a3;
-      if constexpr (FORMAT == 8) {
-        const uint2 w = *(const uint2*)(quants + 256);
-        a0 = v.x; a1 = v.y; a2 = w.x; a3 = w.y;
-      } else if constexpr (FORMAT == 4) {
-        a0 = less_eight(v.x << 4); a1 = less_eight(v.y << 4);
-        a2 = less_eight(v.x); a3 = less_eight(v.y);
-      } else {
-        a0 = v.x & 0x0f0f0f0fu; a1 = v.y & 0x0f0f0f0fu; a2 = v.x >> 4 & 0x0f0f0f0fu; a3 = v.y >> 4 & 0x0f0f0f0fu;
-      }
-      const char* scales = group + span * QUANTS<FORMAT> + b * 32 + g * 4;
-      const u32 both = *(const u32*)scales;
-      const float low = half_to_float((u16)both), high = half_to_float((u16)(both >> 16));
-      float least = 0.f, most = 0.f;
-      if constexpr (FORMAT == 5) {
-        const u32 two = *(const u32*)(scales + span * 32);
-        least = half_to_float((u16)two); most = half_to_float((u16)(two >> 16));
-      }
+      for (int t = 0; t < NT; ++t) x[t] = *(const uint4*)(p.values + at * count * 64 + p.offset[t]);
+    } else {
 #pragma unroll
       for (int t = 0; t < NT; ++t) {
-        float* sum = sums[u][t];
-        int d[4];
-        mma_bytes(d, a0, a1, a2, a3, m[t].x, m[t].y, 0x4b400000);
-        sum[0] = __fmaf_rn(__fmul_rn(low, s[t]), __int_as_float(d[0]) - MAGIC, sum[0]);
-        sum[1] = __fmaf_rn(__fmul_rn(low, r[t]), __int_as_float(d[1]) - MAGIC, sum[1]);
-        sum[2] = __fmaf_rn(__fmul_rn(high, s[t]), __int_as_float(d[2]) - MAGIC, sum[2]);
-        sum[3] = __fmaf_rn(__fmul_rn(high, r[t]), __int_as_float(d[3]) - MAGIC, sum[3]);
+        const uint2 both = *(const uint2*)(p.values + at * count * 32 + t * 256);
+        x[t].x = both.x; x[t].y = both.y;
+        s[t] = p.first[at * tokens + (t * 8 >> shift)];
+        if (ONE) r[t] = p.second[at * tokens + t * 8];
         if constexpr (FORMAT == 5) {
-          sum[0] = __fmaf_rn(least, x[t], sum[0]);
-          sum[1] = __fmaf_rn(least, y[t], sum[1]);
-          sum[2] = __fmaf_rn(most, x[t], sum[2]);
-          sum[3] = __fmaf_rn(most, y[t], sum[3]);
+          sum[t] = p.sums[at * count + t * 8];
+          if (ONE) next_sum[t] = p.sums[at * count + t * 8 + 1];
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const char* from = quants + u * span * BLOCK<FORMAT> + at * QUANTS<FORMAT>;
+        const uint2 v = *(const uint2*)from;
+        w[u].x = v.x; w[u].y = v.y;
+        if constexpr (FORMAT == 8) {
+          const uint2 behind = *(const uint2*)(from + 256);
+          w[u].z = behind.x; w[u].w = behind.y;
+        }
+        const char* per_block = scale + u * span * BLOCK<FORMAT> + at * 32;
+        scales[u] = *(const u32*)per_block;
+        if constexpr (FORMAT == 5) minima[u] = *(const u32*)(per_block + span * 32);
+      }
+    }
+  }
+
+  // The whole-number products d[group][tile of columns][4]: rows 2g and 2g+1, two columns each.
+  __device__ __forceinline__ void whole(int (*d)[NT][4]) const {
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      u32 a0 = w[u].x, a1 = w[u].y, a2 = w[u].z, a3 = w[u].w;
+      if constexpr (FORMAT == 4) {
+        a2 = less_eight(a0); a3 = less_eight(a1);
+        a0 = less_eight(a0 << 4); a1 = less_eight(a1 << 4);
+      } else if constexpr (FORMAT == 5) {
+        a2 = a0 >> 4 & 0x0f0f0f0fu; a3 = a1 >> 4 & 0x0f0f0f0fu;
+        a0 &= 0x0f0f0f0fu; a1 &= 0x0f0f0f0fu;
+      }
+#pragma unroll
+      for (int t = 0; t < NT; ++t) mma_bytes(d[u][t], a0, a1, a2, a3, x[t].x, x[t].y, ONE ? 0x4b400000 : 0);
+    }
+  }
+
+  // Adds them, scaled, to sums[group][tile of columns][4]. ONE: row 2g of columns 2j and 2j+1, then row 2g+1; else the
+  // rows' sums over both columns, the second 256 times, in places 0 and 2.
+  __device__ __forceinline__ void add(int (*whole)[NT][4], float (*sums)[NT][4]) const {
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const float low = half_to_float((u16)scales[u]), high = half_to_float((u16)(scales[u] >> 16));
+      float least = 0.f, most = 0.f;
+      if constexpr (FORMAT == 5) { least = half_to_float((u16)minima[u]); most = half_to_float((u16)(minima[u] >> 16)); }
+#pragma unroll
+      for (int t = 0; t < NT; ++t) {
+        float* to = sums[u][t];
+        const int* d = whole[u][t];
+        if (ONE) {
+          to[0] = __fmaf_rn(__fmul_rn(low, s[t]), __int_as_float(d[0]) - MAGIC, to[0]);
+          to[1] = __fmaf_rn(__fmul_rn(low, r[t]), __int_as_float(d[1]) - MAGIC, to[1]);
+          to[2] = __fmaf_rn(__fmul_rn(high, s[t]), __int_as_float(d[2]) - MAGIC, to[2]);
+          to[3] = __fmaf_rn(__fmul_rn(high, r[t]), __int_as_float(d[3]) - MAGIC, to[3]);
+          if constexpr (FORMAT == 5) {
+            to[0] = __fmaf_rn(least, sum[t], to[0]);
+            to[1] = __fmaf_rn(least, next_sum[t], to[1]);
+            to[2] = __fmaf_rn(most, sum[t], to[2]);
+            to[3] = __fmaf_rn(most, next_sum[t], to[3]);
+          }
+        } else {
+          to[0] = __fmaf_rn(__fmul_rn(low, s[t]), (float)(d[0] + 256 * d[1]), to[0]);
+          to[2] = __fmaf_rn(__fmul_rn(high, s[t]), (float)(d[2] + 256 * d[3]), to[2]);
+          if constexpr (FORMAT == 5) {
+            to[0] = __fmaf_rn(least, sum[t], to[0]);
+            to[2] = __fmaf_rn(most, sum[t], to[2]);
+          }
         }
       }
     }
+  }
+
+  // bf16: rows g and g+8 of two columns.
+  __device__ __forceinline__ void multiply(float (*sums)[NT][4]) const {
+#pragma unroll
+    for (int t = 0; t < NT; ++t) {
+      mma(sums[0][t], w[0].x, more.x, w[0].y, more.y, x[t].x, x[t].y);
+      mma(sums[0][t], w[0].z, more.z, w[0].w, more.w, x[t].z, x[t].w);
+    }
+  }
+};
+
+// Some of a warp's blocks in a slot, AT_ONCE of them: all loads first, then all products.
+template <int FORMAT, int NT, bool ONE, int AT_ONCE>
+__device__ __forceinline__ void blocks(
+    const char* quants, const char* scale, int span, const Part<FORMAT, NT>& p, int i, int count, int tokens, int shift,
+    float (*sums)[NT][4]) {
+  constexpr int U = GROUPS<FORMAT>;
+  Held<FORMAT, NT, ONE> held[AT_ONCE];
+#pragma unroll
+  for (int e = 0; e < AT_ONCE; ++e) held[e].load(quants, scale, span, p, i + e, count, tokens, shift);
+  if constexpr (FORMAT == 16) {
+#pragma unroll
+    for (int e = 0; e < AT_ONCE; ++e) held[e].multiply(sums);
+  } else {
+    int d[AT_ONCE][U][NT][4];
+#pragma unroll
+    for (int e = 0; e < AT_ONCE; ++e) held[e].whole(d[e]);
+#pragma unroll
+    for (int e = 0; e < AT_ONCE; ++e) held[e].add(d[e], sums);
   }
 }
 
@@ -304,11 +426,16 @@ __device__ __forceinline__ void place_bytes(
   u32 low[4], high[4];
   transpose(z, low);
   transpose(z + 4, high);
-  uint2* to = (uint2*)x.values + (b * x.count + t * x.digits) * 4 + j;
+  char* to = x.values + (b * x.count + t * x.digits) * 32;
 #pragma unroll
   for (int d = 0; d < 4; ++d)
     if (d < x.digits) {
-      to[4 * d] = make_uint2(low[d], high[d]);
+      if (FORMAT == 8) {  // a lane meets fours j and j+4, as a q8 block has them; else 2j and 2j+1
+        *(u32*)(to + d * 32 + (2 * j & 3) * 8 + (j >> 1) * 4) = low[d];
+        *(u32*)(to + d * 32 + (2 * j + 1 & 3) * 8 + (j >> 1) * 4) = high[d];
+      } else {
+        *(uint2*)(to + d * 32 + j * 8) = make_uint2(low[d], high[d]);
+      }
       if (FORMAT == 5 && j == 0) x.sums[b * x.count + t * x.digits + d] = d ? 0.f : sum;
     }
   if (j == 0) x.scales[b * tokens + t] = FORMAT == 4 ? scale * 0.0625f : scale;
@@ -421,8 +548,8 @@ __device__ __forceinline__ void hand_over(float* parts, float (*sums)[4], int di
       second = j & 1 ? s[2] : s[2] + s[3];
     } else {
       const float by = digits == 4 && (j & 1) ? 65536.f : 1.f;
-      first = by * __fmaf_rn(256.f, s[1], s[0]);
-      second = by * __fmaf_rn(256.f, s[3], s[2]);
+      first = by * s[0];
+      second = by * s[2];
     }
     if (digits != 2) {
       first += __shfl_xor_sync(0xffffffffu, first, 1);
@@ -436,262 +563,161 @@ __device__ __forceinline__ void hand_over(float* parts, float (*sums)[4], int di
   }
 }
 
-template <int FORMAT, int NT, int DEPTH>
-__device__ __forceinline__ void linear(const LinearArgs& a) {
+// Where a product's columns of x lie in shared memory, and the warps' sums.
+template <int FORMAT>
+struct Layout {
+  Columns x;
+  float* kept;   // [cell]: gates, bf16
+  float* parts;  // [sets][group][cell][PITCH]
+  int cells, set, sets;
+
+  __device__ __forceinline__ Layout(const LinearArgs& a, int tokens, char* room) {
+    const int nblk = ((int)a.k + 31) / 32;
+    x.digits = FORMAT == 16 && a.digits > 1 ? 3 : (int)a.digits;
+    x.count = tokens * x.digits;
+    x.values = room;
+    x.scales = (float*)(x.values + nblk * x.count * (FORMAT == 16 ? 64 : 32));
+    x.sums = x.scales + (FORMAT == 16 ? 0 : nblk * tokens);
+    cells = 16 * tokens;
+    set = GROUPS<FORMAT> * cells * PITCH;
+    sets = tokens <= 8 ? SUMS : 1;
+    kept = x.sums + (FORMAT == 5 ? nblk * x.count : 0);
+    parts = kept + (GROUPS<FORMAT> == 1 ? cells : 0);
+  }
+};
+
+// What the multiplying warps do for one product. room: shared memory for x and sums. Behind ready(), what others wrote
+// may be read; ending() is called when the last tile begins.
+template <int FORMAT, int NT, bool ONE, class Ready, class Ending>
+__device__ __forceinline__ void product(
+    const LinearArgs& a, i64 first, int tokens, const Ring& ring, Turn& turn, Turn& given, char* room, Ready ready,
+    Ending ending) {
   constexpr int U = GROUPS<FORMAT>;
-  SHARED_BYTES(shared);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  // bf16: gate and up one after the other
-  const int nblk = ((int)a.k + 31) / 32, span = (int)a.span, halves = a.act && U == 1 ? 2 : 1;
-  const int share = (nblk + WARPS - 1) / WARPS, from = warp * share;
-  const int mine = nblk - from < share ? nblk - from : share, pieces = (share + span - 1) / span;
-  const int slot_bytes = U * span * BLOCK<FORMAT>, tiles = (int)a.tiles;
-  const int groups = ((int)a.n * (a.act ? 2 : 1) + 15) / 16, apart = a.act ? 1 : U;
-  char* ring = shared + warp * DEPTH * slot_bytes;
-  // where copying stands
-  int tile = blockIdx.x, half = 0, piece = 0;
-  auto copy_next = [&](int slot) {
-    if (tile < tiles) {
-      const int left = mine - piece * span, count = left < span ? left : span;
-      if (count > 0)
-#pragma unroll
-        for (int u = 0; u < U; ++u) {
-          const int group = tile * apart + (u + half) * (int)a.second;
-          fetch<FORMAT>(ring + (slot * U + u) * span * BLOCK<FORMAT>, a, group < groups ? group : groups - 1, nblk,
-                        from + piece * span, count, span, lane);
-        }
-      if (++piece == pieces) {
-        piece = 0;
-        if (++half == halves) { half = 0; tile += gridDim.x; }
-      }
-    }
-    copies_end();
-  };
-#pragma unroll
-  for (int i = 0; i < DEPTH; ++i) copy_next(i);
+  const int nblk = ((int)a.k + 31) / 32, span = (int)a.span, halves = a.act && U == 1 ? 2 : 1, tiles = (int)a.tiles;
+  u64* full = ring.full + 16;
   float w[8];
   if (a.norm_on) weights8(a, threadIdx.x, w);
-  const i64 first = blockIdx.y * a.tokens, left = from_host(a.rows) - first;
-  const int tokens = (int)(left < a.tokens ? left : a.tokens);
-  after_others();
-  if (tokens <= 0) return;
-  Columns x;
-  x.digits = FORMAT == 16 && a.digits > 1 ? 3 : (int)a.digits;
-  x.count = tokens * x.digits;
-  x.values = shared + WARPS * DEPTH * slot_bytes;
-  x.scales = (float*)(x.values + nblk * x.count * (FORMAT == 16 ? 64 : 32));
-  x.sums = x.scales + (FORMAT == 16 ? 0 : nblk * tokens);
-  const int cells = 16 * tokens, half_cells = U * cells * PITCH;
-  float* kept = x.sums + (FORMAT == 5 ? nblk * x.count : 0);  // [cell]: gates, bf16
-  float* parts = kept + (U == 1 ? cells : 0);                 // [1 or 2][group][cell][PITCH]
-  const int buffer = tokens <= 4 ? half_cells : 0;
-  for (int t = 0; t < tokens; ++t) stage<FORMAT>(a, first + t, t, tokens, w, x, parts);
-  __syncthreads();
-  const int shift = x.digits == 4 ? 2 : x.digits == 2 ? 1 : 0, step = x.count * (FORMAT == 16 ? 64 : 32);
-  const int cell = threadIdx.x >> 4;
-  const bool lead = (threadIdx.x & 15) == 0;
-  int slot = 0, turn = 0;
+  ready();
+  const Layout<FORMAT> here(a, tokens, room);
+  const Columns& x = here.x;
+  for (int t = 0; t < tokens; ++t) stage<FORMAT>(a, first + t, t, tokens, w, x, here.parts);
+  meet(0, 512);
+  const int shift = x.digits == 4 ? 2 : x.digits == 2 ? 1 : 0;
+  // the lane's first bytes of its warp's first block in a slot
+  const int quants = FORMAT == 16 ? (lane >> 2) * row_pitch(span) + warp * 64 + (lane & 3) * 16
+                                  : warp * QUANTS<FORMAT> + (lane & 3) * 64 + (lane >> 2) * 8;
+  const int scales = FORMAT == 16 ? 0 : span * QUANTS<FORMAT> + warp * 32 + (lane >> 2) * 4;
   for (int at = blockIdx.x; at < tiles; at += gridDim.x) {
-    // not sooner: the next kernel's blocks would crowd where this one's end first
-    if (at + gridDim.x >= tiles) let_others_start();
-    for (int h = 0; h < halves; ++h, turn ^= 1) {
+    if (at + gridDim.x >= tiles) ending();
+    for (int h = 0; h < halves; ++h) {
       float sums[U][NT][4];
 #pragma unroll
       for (int i = 0; i < U * NT * 4; ++i) (&sums[0][0][0])[i] = 0.f;
-      Part<FORMAT, NT> part = part_of<FORMAT, NT>(x, tokens, shift, from, lane);
-      for (int p = 0; p < pieces; ++p) {
-        const int rest = mine - p * span, count = rest < span ? rest : span;
-        copies_but<DEPTH - 1>();
+      for (int b = 0; b < nblk; b += span) {
+        const int left = (nblk - b < span ? nblk - b : span) - warp, mine = (left + 15) >> 4;
+        const Part<FORMAT, NT> part = part_of<FORMAT, NT>(x, tokens, shift, b + warp, lane);
+        const char* slot = ring.slots + turn.slot * ring.slot_bytes;
+        barrier_wait(ring.full + turn.slot, turn.parity);
+        constexpr int AT_ONCE = NT == 1 ? 4 : NT == 2 ? 2 : 1;
+        int i = 0;
+        for (; i + AT_ONCE <= mine; i += AT_ONCE)
+          blocks<FORMAT, NT, ONE, AT_ONCE>(slot + quants, slot + scales, span, part, i, x.count, tokens, shift, sums);
+        if constexpr (AT_ONCE > 1)
+          for (; i < mine; ++i)
+            blocks<FORMAT, NT, ONE, 1>(slot + quants, slot + scales, span, part, i, x.count, tokens, shift, sums);
         __syncwarp();
-        const char* here = ring + slot * slot_bytes;
-        auto one = [&](int b) {
-          multiply<FORMAT, NT>(here, span, b, part, shift, lane, sums);
-          part.values += step;
-          if constexpr (FORMAT != 16) { part.first += tokens; part.second += tokens; }
-          if constexpr (FORMAT == 5) part.sums += x.count;
-        };
-        if (count == MOST) {
-#pragma unroll
-          for (int b = 0; b < MOST; ++b) one(b);
-        } else {
-          for (int b = 0; b < count; ++b) one(b);
-        }
-        __syncwarp();
-        copy_next(slot);
-        slot = slot + 1 == DEPTH ? 0 : slot + 1;
+        if (lane == 0) barrier_arrive(ring.empty + turn.slot);
+        turn.next(ring.depth);
       }
-      float* sets = parts + turn * buffer;
+      barrier_wait(full + SUMS + given.slot, given.parity ^ 1);
+      float* set = here.parts + given.slot * here.set;
 #pragma unroll
       for (int u = 0; u < U; ++u)
-        hand_over<FORMAT, NT>(sets + u * cells * PITCH, sums[u], x.digits, tokens, lane, warp);
-      const bool last = h + 1 == halves, gated = a.act != 0;
-      const int results = gated || U == 1 ? cells : 2 * cells;
-      auto channel_of = [&](int c) { return (i64)(at * apart + (c >= cells ? 1 : 0)) * 16 + (c & 15); };
-      auto token_of = [&](int c) { return first + (c >= cells ? c - cells : c) / 16; };
-      float more = 0.f;  // on its way while the others get here
-      if (lead && last && cell < results && channel_of(cell) < a.n) more = addend(a, token_of(cell), channel_of(cell));
-      __syncthreads();
-      for (int c = cell; c < results; c += 32) {
-        float v = sets[c * PITCH + (threadIdx.x & 15)];
-        float up = U == 2 && gated ? sets[(cells + c) * PITCH + (threadIdx.x & 15)] : 0.f;
-        for (int o = 8; o; o >>= 1) {
-          v += __shfl_xor_sync(0xffffffffu, v, o);
-          if (U == 2 && gated) up += __shfl_xor_sync(0xffffffffu, up, o);
-        }
-        const i64 channel = channel_of(c);
-        if (!lead || channel >= a.n) continue;
-        if (c != cell) more = addend(a, token_of(c), channel);
-        if (!last) { kept[c] = v; continue; }
-        if (gated) v = U == 2 ? __fmul_rn(activated(v, (int)a.act), up) : __fmul_rn(activated(kept[c], (int)a.act), v);
-        write_result(a, token_of(c), channel, __fadd_rn(v, more));
-      }
-      if (!buffer) __syncthreads();
+        hand_over<FORMAT, NT>(set + u * here.cells * PITCH, sums[u], x.digits, tokens, lane, warp);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(full + given.slot);
+      given.next(here.sets);
     }
   }
 }
 
-#define LINEAR(name, format, nt, depth, blocks) \
-  extern "C" __global__ void __launch_bounds__(512, blocks) name(LinearArgs a) { linear<format, nt, depth>(a); }
-
-LINEAR(linear_q4_1, 4, 1, 2, 1)
-LINEAR(linear_q4_2, 4, 2, 2, 1)
-LINEAR(linear_q4_4, 4, 4, 2, 1)
-LINEAR(linear_q4m_1, 5, 1, 2, 1)
-LINEAR(linear_q4m_2, 5, 2, 2, 1)
-LINEAR(linear_q4m_4, 5, 4, 2, 1)
-LINEAR(linear_q8_1, 8, 1, 2, 1)
-LINEAR(linear_q8_2, 8, 2, 2, 1)
-LINEAR(linear_q8_4, 8, 4, 2, 1)
-LINEAR(linear_bf16_1, 16, 1, 2, 1)
-LINEAR(linear_bf16_2, 16, 2, 2, 1)
-LINEAR(linear_bf16_4, 16, 4, 2, 1)
-
-// Any layout of plain elements and any K, in f32: one warp a channel, one token a block row.
-struct PlainArgs {
-  const char* w;
-  const i64* w_at;
-  i64 n, k, format;  // 0 f32, 1 f16, 2 bf16
-  const float* x;
-  i64 x_stride;
-  float* y;
-  i64 y_stride;
-  const float* bias;
-  const float* residual;
-  i64 residual_stride;
-  const i64* rows;
-};
-
-__device__ __forceinline__ float element(const char* p, i64 i, int format) {
-  if (format == 0) return ((const float*)p)[i];
-  const u16 h = ((const u16*)p)[i];
-  return format == 1 ? half_to_float(h) : float_of(h);
-}
-
-extern "C" __global__ void linear_plain(PlainArgs a) {
-  let_others_start();
-  after_others();
-  const i64 token = blockIdx.y, channel = blockIdx.x * 8 + (threadIdx.x >> 5);
-  if (token >= *a.rows || channel >= a.n) return;
-  const char* w = a.w_at ? (const char*)*a.w_at + (i64)a.w : a.w;
-  const float* x = a.x + token * a.x_stride;
-  float sum = 0.f;
-  for (i64 k = threadIdx.x & 31; k < a.k; k += 32)
-    sum = __fmaf_rn(x[k], element(w, channel * a.k + k, (int)a.format), sum);
-  sum = warp_sum(sum);
-  if (threadIdx.x & 31) return;
-  if (a.bias) sum += a.bias[channel];
-  if (a.residual) sum += a.residual[token * a.residual_stride + channel];
-  a.y[token * a.y_stride + channel] = sum;
-}
-
-// Rows of a packed matrix as bf16 [n, k], for a library's matrix product.
-struct UnpackArgs {
-  const char* w;
-  const i64* w_at;
-  i64 n, k, format;  // 4 q4, 5 q4m, 8 q8
-  u16* y;
-};
-
-__device__ __forceinline__ float unpacked(const char* group, int nblk, int r, i64 k, int format) {
-  const i64 b = k >> 5, i = k & 31;
-  const u8* q = (const u8*)group;
-  const i64 quants = (i64)nblk * (format == 8 ? 512 : 256);
-  const u16* halves = (const u16*)(group + quants);
-  const float scale = half_to_float(halves[b * 16 + r]);
-  if (format == 8) return scale * (float)(signed char)q[b * 512 + (i >> 2) * 64 + r * 4 + (i & 3)];
-  const u8 both = q[b * 256 + (i >> 3) * 64 + r * 4 + (i & 3)];
-  const float n = (float)((i & 4) ? both >> 4 : both & 15);
-  if (format == 4) return scale * (n - 8.f);
-  return __fadd_rn(__fmul_rn(scale, n), half_to_float(halves[(i64)nblk * 16 + b * 16 + r]));
-}
-
-// A warp takes a block of 32 inputs of 16 rows, two lanes a row.
-extern "C" __global__ void __launch_bounds__(256) unpack(UnpackArgs a) {
-  let_others_start();
-  after_others();
-  const char* w = a.w_at ? (const char*)*a.w_at + (i64)a.w : a.w;
-  const int nblk = ((int)a.k + 31) / 32, lane = threadIdx.x & 31, format = (int)a.format;
-  const i64 size = group_bytes(nblk, format), all = (a.n + 15) / 16 * nblk;
-  const int r = lane >> 1, half = lane & 1;
-  for (i64 i = blockIdx.x * 8 + (threadIdx.x >> 5); i < all; i += (i64)gridDim.x * 8) {
-    const i64 group = i / nblk, row = group * 16 + r;
-    const int b = (int)(i % nblk), k = b * 32 + half * 16;
-    const char* from = w + group * size;
-    const char* quants = from + (i64)b * (format == 8 ? 512 : 256);
-    const u16* scales = (const u16*)(from + (i64)nblk * (format == 8 ? 512 : 256)) + b * 16 + r;
-    const float scale = half_to_float(scales[0]), least = format == 5 ? half_to_float(scales[(i64)nblk * 16]) : 0.f;
-    u32 out[8];
+// What the last warp does for one product: adds up, in order, what the warps have for an output, and writes it.
+template <int FORMAT, class Ready>
+__device__ __forceinline__ void finish(
+    const LinearArgs& a, i64 first, int tokens, const Ring& ring, Turn& given, char* room, int lane, Ready ready) {
+  constexpr int U = GROUPS<FORMAT>;
+  const int halves = a.act && U == 1 ? 2 : 1, tiles = (int)a.tiles, apart = a.act ? 1 : U;
+  const int r = lane & 15, side = lane >> 4;  // side: the group or, with one group, every other token
+  const bool gated = a.act != 0;
+  u64* full = ring.full + 16;
+  const Layout<FORMAT> here(a, tokens, room);
+  ready();
+  for (int at = blockIdx.x; at < tiles; at += gridDim.x) {
+    const i64 channel = (i64)(at * apart + (U == 2 && !gated ? side : 0)) * 16 + r;
+    for (int h = 0; h < halves; ++h) {
+      const bool last = h + 1 == halves;
+      const int t0 = U == 1 ? side : 0;
+      float more = last && channel < a.n && t0 < tokens ? addend(a, first + t0, channel) : 0.f;
+      barrier_wait(full + given.slot, given.parity);
+      const float* set = here.parts + given.slot * here.set + (U == 2 ? side * here.cells * PITCH : 0);
+      for (int t = 0; t < tokens; t += 3 - U) {
+        const int token = t + t0, cell = token * 16 + r;
+        const bool in = token < tokens;
+        float v = 0.f;
+        if (in)
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {  // four values each
-      float v[4];
-      if (format == 8) {
-        const u32 q = *(const u32*)(quants + (4 * half + c) * 64 + r * 4);
-        for (int e = 0; e < 4; ++e) v[e] = scale * (float)(signed char)(q >> 8 * e);
-      } else {
-        const u32 q = *(const u32*)(quants + (2 * half + (c >> 1)) * 64 + r * 4) >> 4 * (c & 1);
-        for (int e = 0; e < 4; ++e) {
-          const float n = (float)(q >> 8 * e & 15);
-          v[e] = format == 4 ? scale * (n - 8.f) : __fadd_rn(__fmul_rn(scale, n), least);
-        }
+          for (int w = 0; w < WARPS; ++w) v = __fadd_rn(v, set[cell * PITCH + w]);
+        const float up = __shfl_xor_sync(0xffffffffu, v, 16);
+        if (!in || channel >= a.n) continue;
+        if (!last) { here.kept[cell] = v; continue; }
+        if (gated && U == 2 && side) continue;
+        if (t) more = addend(a, first + token, channel);
+        if (gated) v = U == 2 ? __fmul_rn(activated(v, (int)a.act), up) : __fmul_rn(activated(here.kept[cell], (int)a.act), v);
+        write_result(a, first + token, channel, __fadd_rn(v, more));
       }
-      out[2 * c] = pair(bf16_of(v[0]), bf16_of(v[1]));
-      out[2 * c + 1] = pair(bf16_of(v[2]), bf16_of(v[3]));
-    }
-    if (row >= a.n) continue;
-    u16* y = a.y + row * a.k + k;
-    if (k + 16 <= a.k && a.k % 8 == 0) {
-      *(uint4*)y = make_uint4(out[0], out[1], out[2], out[3]);
-      *(uint4*)(y + 8) = make_uint4(out[4], out[5], out[6], out[7]);
-    } else {
-      for (int e = 0; e < 16; ++e) if (k + e < a.k) y[e] = (u16)(out[e >> 1] >> 16 * (e & 1));
+      __syncwarp();
+      if (lane == 0) barrier_arrive(full + SUMS + given.slot);
+      given.next(here.sets);
     }
   }
 }
 
-struct EmbeddingArgs {
-  const void* ids;
-  i64 wide;            // ids are i64
-  const char* w;
-  const i64* w_at;
-  i64 n, k, format;    // 0 f32, 1 f16, 2 bf16; 4, 5, 8
-  float* y;
-  i64 y_stride;
-  const i64* rows;
-};
-
-extern "C" __global__ void embedding(EmbeddingArgs a) {
-  let_others_start();
-  after_others();
-  const i64 token = blockIdx.y, k = blockIdx.x * 256 + threadIdx.x;
-  if (token >= *a.rows || k >= a.k) return;
-  const char* w = a.w_at ? (const char*)*a.w_at + (i64)a.w : a.w;
-  const i64 id = a.wide ? ((const i64*)a.ids)[token] : ((const int*)a.ids)[token];
-  float v = __int_as_float(0x7fc00000);
-  if (id >= 0 && id < a.n) {
-    const int nblk = ((int)a.k + 31) / 32;
-    const i64 size = (i64)nblk * (a.format == 8 ? 544 : a.format == 5 ? 320 : 288);
-    v = a.format < 4 ? element(w, id * a.k + k, (int)a.format)
-                     : unpacked(w + id / 16 * size, nblk, (int)(id % 16), k, (int)a.format);
-  }
-  a.y[token * a.y_stride + k] = v;
+// One product as a kernel of its own.
+template <int FORMAT, int NT>
+__device__ __forceinline__ void linear(const LinearArgs& a) {
+  SHARED_BYTES(shared);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const i64 first = blockIdx.y * a.tokens, left = from_host(a.rows) - first;
+  if (left <= 0) { after_others(); return; }
+  const Ring ring = ring_at(shared, (int)a.slot_bytes, (int)a.depth);
+  Turn turn, given;
+  const int tokens = (int)(left < a.tokens ? left : a.tokens);
+  char* room = shared + ring_bytes(ring.slot_bytes, ring.depth);
+  if (warp == WARPS)
+    feed<FORMAT>(a, ring, turn, lane);
+  else if (warp > WARPS)
+    finish<FORMAT>(a, first, tokens, ring, given, room, lane, after_others);
+  // let_others_start: not sooner, since the next kernel's blocks would crowd where this one's end first
+  else if (FORMAT != 16 && a.digits == 1)
+    product<FORMAT, NT, true>(a, first, tokens, ring, turn, given, room, after_others, let_others_start);
+  else
+    product<FORMAT, NT, false>(a, first, tokens, ring, turn, given, room, after_others, let_others_start);
 }
+
+#define LINEAR(name, format, nt) \
+  extern "C" __global__ void __launch_bounds__(576, 1) name(LinearArgs a) { linear<format, nt>(a); }
+
+LINEAR(linear_q4_1, 4, 1)
+LINEAR(linear_q4_2, 4, 2)
+LINEAR(linear_q4_4, 4, 4)
+LINEAR(linear_q4m_1, 5, 1)
+LINEAR(linear_q4m_2, 5, 2)
+LINEAR(linear_q4m_4, 5, 4)
+LINEAR(linear_q8_1, 8, 1)
+LINEAR(linear_q8_2, 8, 2)
+LINEAR(linear_q8_4, 8, 4)
+LINEAR(linear_bf16_1, 16, 1)
+LINEAR(linear_bf16_2, 16, 2)
+LINEAR(linear_bf16_4, 16, 4)
+

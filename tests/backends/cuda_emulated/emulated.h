@@ -1,5 +1,5 @@
 // CUDA's threads as fibers of one thread of the host, so that kernels can be run and compared without a GPU.
-// Blocks run one after another; the threads of a block take turns wherever they wait for each other.
+// The threads of a block take turns wherever they wait for each other, as blocks do when they wait for blocks.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -35,17 +35,22 @@ struct Warp {
   Barrier barrier;
   unsigned box[32], a[32][4], b[32][2];
 };
-static char shared[256 << 10];
+struct Block {
+  Index at;
+  std::vector<ucontext_t> fibers;
+  std::vector<char> stacks, done, shared;
+  std::vector<Warp> warps;
+  Barrier all, named[16];
+  unsigned left;
+};
 static ucontext_t scheduler;
-static std::vector<ucontext_t> fibers;
-static std::vector<char> stacks, done;
-static std::vector<Warp> warps;
-static Barrier block;
+static Block* block;
+static char* shared;
 static unsigned current;
 static void (*body)(void*);
 static void* arguments;
 
-static void yield() { swapcontext(&fibers[current], &scheduler); }
+static void yield() { swapcontext(&block->fibers[current], &scheduler); }
 static void open_if_full(Barrier& b) {
   if (b.alive && b.arrived == b.alive) { b.arrived = 0; ++b.round; }
 }
@@ -55,39 +60,44 @@ static void meet(Barrier& b) {
   open_if_full(b);
   while (b.round == round) yield();
 }
-static Warp& warp() { return warps[threadIdx.x / 32]; }
+static Warp& warp() { return block->warps[threadIdx.x / 32]; }
 static void enter() {
   body(arguments);
-  done[current] = 1;
-  --block.alive; open_if_full(block);
-  Barrier& w = warps[current / 32].barrier;
+  block->done[current] = 1;
+  --block->left;
+  --block->all.alive; open_if_full(block->all);
+  Barrier& w = block->warps[current / 32].barrier;
   --w.alive; open_if_full(w);
   yield();
 }
-static void run_block(unsigned threads) {
-  fibers.resize(threads);
-  stacks.resize((size_t)threads * STACK);
-  done.assign(threads, 0);
-  warps.assign((threads + 31) / 32, Warp());
-  block = Barrier();
-  block.alive = threads;
+static void begin(Block& b, unsigned threads) {
+  b.fibers.resize(threads);
+  b.stacks.resize((size_t)threads * STACK);
+  b.shared.assign(256 << 10, (char)0xff);
+  b.done.assign(threads, 0);
+  b.warps.assign((threads + 31) / 32, Warp());
+  b.all = Barrier();
+  b.all.alive = b.left = threads;
+  for (Barrier& n : b.named) n = Barrier();
   for (unsigned t = 0; t < threads; ++t) {
-    ++warps[t / 32].barrier.alive;
-    getcontext(&fibers[t]);
-    fibers[t].uc_stack.ss_sp = &stacks[(size_t)t * STACK];
-    fibers[t].uc_stack.ss_size = STACK;
-    fibers[t].uc_link = &scheduler;
-    makecontext(&fibers[t], enter, 0);
+    ++b.warps[t / 32].barrier.alive;
+    getcontext(&b.fibers[t]);
+    b.fibers[t].uc_stack.ss_sp = &b.stacks[(size_t)t * STACK];
+    b.fibers[t].uc_stack.ss_size = STACK;
+    b.fibers[t].uc_link = &scheduler;
+    makecontext(&b.fibers[t], enter, 0);
   }
-  for (unsigned left = threads; left;) {
-    left = 0;
-    for (unsigned t = 0; t < threads; ++t) {
-      if (done[t]) continue;
-      ++left;
-      current = t;
-      threadIdx = {t, 0, 0};
-      swapcontext(&scheduler, &fibers[t]);
-    }
+}
+// Every thread of a block runs until it waits for another.
+static void turn(Block& b) {
+  block = &b;
+  blockIdx = b.at;
+  shared = b.shared.data() + (-(uintptr_t)b.shared.data() & 127);
+  for (unsigned t = 0; t < b.done.size(); ++t) {
+    if (b.done[t]) continue;
+    current = t;
+    threadIdx = {t, 0, 0};
+    swapcontext(&scheduler, &b.fibers[t]);
   }
 }
 static inline float bf16(unsigned half) {
@@ -98,21 +108,37 @@ static inline float bf16(unsigned half) {
 }
 }  // namespace emulated
 
-extern "C" void emulate(void (*body)(void*), void* arguments, unsigned gx, unsigned gy, unsigned gz, unsigned threads) {
+// Blocks one after another or, when they wait for each other, in turns.
+extern "C" void emulate(
+    void (*body)(void*), void* arguments, unsigned gx, unsigned gy, unsigned gz, unsigned threads, int together) {
+  static std::vector<emulated::Block> blocks;
   emulated::body = body;
   emulated::arguments = arguments;
   gridDim = {gx, gy, gz};
   blockDim = {threads, 1, 1};
-  for (unsigned z = 0; z < gz; ++z)
-    for (unsigned y = 0; y < gy; ++y)
-      for (unsigned x = 0; x < gx; ++x) {
-        blockIdx = {x, y, z};
-        memset(emulated::shared, 0xff, sizeof emulated::shared);
-        emulated::run_block(threads);
-      }
+  const size_t all = (size_t)gx * gy * gz, at_once = together ? all : 1;
+  if (blocks.size() < at_once) blocks.resize(at_once);
+  for (size_t first = 0; first < all; first += at_once) {
+    for (size_t i = 0; i < at_once; ++i) {
+      const unsigned n = (unsigned)(first + i);
+      blocks[i].at = {n % gx, n / gx % gy, n / gx / gy};
+      emulated::begin(blocks[i], threads);
+    }
+    for (bool more = true; more;) {
+      more = false;
+      for (size_t i = 0; i < at_once; ++i)
+        if (blocks[i].left) { emulated::turn(blocks[i]); more = true; }
+    }
+  }
 }
 
-static inline void __syncthreads() { emulated::meet(emulated::block); }
+static inline void __syncthreads() { emulated::meet(emulated::block->all); }
+static inline void meet(int id, int threads) {
+  emulated::block->named[id].alive = threads;
+  emulated::meet(emulated::block->named[id]);
+}
+static inline void pause() { emulated::yield(); }
+static inline int counted(const int* p) { return *(const volatile int*)p; }
 static inline void __threadfence() {}
 static inline unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
 static inline float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
@@ -149,6 +175,19 @@ static inline void copy_ahead(void* to, const void* from, bool in) {
   else memset(to, 0, 16);
 }
 static inline void copies_end() {}
+// bytes: arrivals still to come (two), how many there are in a phase (two), the phase
+static inline void barrier_make(unsigned long long* b, int arrivals) {
+  *b = (unsigned long long)arrivals << 16 | (unsigned)arrivals;
+}
+static inline void barriers_made() {}
+static inline void barrier_arrive(unsigned long long* b) {
+  if ((--*b & 0xffff) == 0) *b = ((*b >> 32) ^ 1) << 32 | (*b & 0xffff0000) | (*b >> 16 & 0xffff);
+}
+constexpr int FILLERS = 32;
+static inline void barrier_copied(unsigned long long* b) { barrier_arrive(b); }
+static inline void barrier_wait(const unsigned long long* b, unsigned parity) {
+  while ((unsigned)(*(const volatile unsigned long long*)b >> 32) == parity) emulated::yield();
+}
 template <int N> static inline void copies_but() {}
 static inline float power(float x) { return expf(x); }
 static inline unsigned less_eight(unsigned q) { return (q & 0xf0f0f0f0u) ^ 0x80808080u; }
