@@ -12,6 +12,7 @@ when the word is at least e; `!n@-1` when it is at least e-1.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -29,6 +30,20 @@ Buffer = Any  # a device's own memory object; host devices use 64-byte aligned n
 Compute = micro.Dispatch | micro.Quantize | micro.Bias
 
 ABORT = 0  # index in `words`: not 0 asks every spinning wait to give up
+ALERT = 100e-6  # seconds in which a thread of Python looks at a tick as often as it can
+NAPS = (20e-6, 1e-3)  # seconds between two looks afterwards: a 32nd of what it has waited, within these
+
+
+class Pause:
+    """What a thread of Python does between two looks at a tick: it lets go of Python's lock, and sleeps when
+    it takes long. One object a wait."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+
+    def __call__(self) -> None:
+        waited = time.perf_counter() - self._begun
+        time.sleep(0.0 if waited < ALERT else min(max(NAPS[0], waited / 32), NAPS[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +100,11 @@ class Memory(Protocol):
 WORKSPACE: Mapping[str, Mapping[str, Workspace]] = {
     "cpu": {
         "": Workspace(team=1 << 10),
-        "linear": Workspace(core=152 << 10, channel=40),  # weights and tokens as tiles; activations in INT8
-        "expert_linear": Workspace(core=256 << 10, channel=168),  # tokens and results of an expert
+        "linear": Workspace(core=152 << 10, channel=44),  # weights and tokens as tiles; activations in INT8
+        "expert_linear": Workspace(core=256 << 10, channel=172),  # tokens and results of an expert
         "route": Workspace(core=12 << 10),
         "attention": Workspace(team=1088 << 10, core=48 << 10, channel=576),  # sums of ranges of keys; tiles
+        "attention+latent": Workspace(team=(16 << 20) + (64 << 10), core=48 << 10, channel=576),
         "sample": Workspace(core=17 << 10, channel=8),  # values, their order, and buckets
     }
 }
@@ -103,7 +119,10 @@ class OpenDevice(Protocol):
         """Memory of the device, 64-byte aligned; freed when the buffer is dropped."""
 
     def load(self, instrs: Sequence[Compute], memory: Memory) -> Any:
-        """Prepares consecutive compute instructions of one lane; gives what `run` takes."""
+        """Prepares consecutive compute instructions of one lane; gives what `run` takes.
+
+        What it keeps for itself counts as the device's: its arrays, or `held` bytes where it has that.
+        """
 
     def run(self, code: Any, epoch: int) -> None:
         """Runs loaded code for one step: waits, computes, signals. Returns when it is done.
@@ -130,7 +149,12 @@ class Remote(Protocol):
     """What an open device has besides when the host can't see its memory."""
 
     def pinned(self, nbytes: int) -> U8:
-        """Zeroed host memory that the device reads by itself: where the inputs of its steps lie."""
+        """Zeroed host memory that the device reads by itself: where the inputs of its steps lie, and what
+        host devices hand over. Raises MemoryError."""
+
+    def lock(self, memory: U8) -> None:
+        """Keeps a whole buffer of a host device where it is while this device is open: it is copied from
+        again and again. Does nothing where that can't be."""
 
     def read(self, src: Place, out: U8) -> None:
         """The first bytes of a place, as many as `out` has room for."""

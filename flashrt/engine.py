@@ -29,7 +29,7 @@ from flashrt.llm.chat import Chat
 from flashrt.llm.generate import Completion, Generator
 from flashrt.llm.kv import pages_for
 from flashrt.llm.request import Request, Sampling
-from flashrt.machine import Device, Machine, Measured
+from flashrt.machine import Device, Link, Machine, Measured
 from flashrt.probes import groups, links, snapshot
 from flashrt.program import Plan, Program, Variant
 from flashrt.status.publisher import Publisher, publish
@@ -91,7 +91,8 @@ def machine_picture(
     chosen = groups.limited(chosen, budgets)
     # a device that knows its kernels has others than its kind (an NPU's depend on its provider)
     kernels = {kind: _backend(kind).kernels() for kind in {d.kind for d in chosen if not d.kernels}}
-    ways = links.between(chosen, snapshot.remembered())
+    measured = snapshot.remembered()
+    ways = (*links.between(chosen, measured), *links.known(_gpu_links(chosen), measured))
     return replace(host, devices=chosen, links=ways).with_kernels(kernels, WORKSPACE)
 
 
@@ -114,6 +115,18 @@ def _host_as(host: Machine, id: str) -> Device:
         f"no device {id!r} here",
         hint=f"known: {base.id}, cpu:FIRST-LAST (cores), gpu:N, reference:N, null:N, npu:NAME",
     )
+
+
+def _gpu_links(chosen: Sequence[Device]) -> Iterator[Link]:
+    """The ways between those GPUs and those groups of the host's cores, as the driver reports them."""
+    from flashrt.probes import nvidia
+
+    ids, hosts = ({d.id for d in chosen if d.kind == kind} for kind in ("gpu", "cpu"))
+    if ids:
+        with closing(nvidia.Nvidia()) as found:
+            ways = [way for gpu in found.read().gpus if gpu.id in ids for way in nvidia.links(gpu)]
+        for way, host in itertools.product(ways, sorted(hosts)):
+            yield replace(way, src=host) if way.dst in ids else replace(way, dst=host)
 
 
 def _gpu(id: str, host: str) -> Device:
@@ -329,7 +342,7 @@ def obtain(
         # another process may have made it while this one waited
         if not fresh and (kept := _kept(folder)):
             return kept
-        imported = keep_as_chosen(models.read_model(source, context=options.context), options)
+        imported = keep_as_chosen(models.read_model(source, context=options.context), options, machine)
         plan = compile_model(imported, machine, options, key=key, on_stage=on_stage)
         _check_host_rows(plan)
         return Compiled(program.save(plan, folder), cached=False)

@@ -110,12 +110,17 @@ def workspace(nodes: Iterable[physical.Node], whole: physical.Graph, device: Dev
         return 0
     known, none = Bounds.of(whole), Workspace()
     types = {i.name: i.type for i in whole.inputs} | {n.name: n.type for n in whole.nodes}
-    uses = {(n.op, _channels(n, types, known)) for n in nodes}
+    uses = {(_code(n), _channels(n, types, known)) for n in nodes}
     total = sum(device.workspace.get("", none).team for _ in nodes)
     for op, channels in uses:
         each = device.workspace.get(op, none)
         total += each.team + device.cores * aligned(each.core + each.channel * channels)
     return TURNS * total
+
+
+def _code(node: physical.Node) -> str:
+    """The name under which a device says what memory the code of a node takes."""
+    return "attention+latent" if node.op == "attention" and node.attr("latent") else node.op
 
 
 def _channels(node: physical.Node, types: Mapping[str, TensorType], known: Bounds) -> int:
@@ -147,12 +152,14 @@ def _peak(uses: Sequence[set[str]], sizes: Mapping[str, int], kept: Iterable[str
 class Need:
     """A device's budget as far as a placement fills it. least: bytes its weights need when they stream.
 
-    reserve: what results of another variant may take.
+    reserve: what results of another variant may take. passing: bytes of weights that don't stay because the
+    host's memory keeps them.
     """
 
     budget: physical.Budget
     least: int
     reserve: int = 0
+    passing: int = 0
 
     @property
     def left(self) -> int:

@@ -21,7 +21,11 @@ PREFERRED = 1e-5  # of the time: what a cut that may move is worth
 # of the time: what parts have to save, for nothing of them can move; more between devices of one memory,
 # where all else moves freely, so that a device can be left when others want its cores
 FIXED, FIXED_IN_A_POOL = 0.03, 0.2
+BUSY = (
+    0.1  # of the time: what sharing has to save with a processor whose memory another device reads meanwhile
+)
 COPIED = ("rms_norm", "layer_norm")
+MOVED = ("slice", "view", "gated_clamped", "route", "expert_sum")  # stay with their input, as FOLLOWERS do
 # what may become of a set of products
 HOME, SHARE, AWAY, PART, SUM = "home", "share", "away", "part", "sum"
 
@@ -34,7 +38,8 @@ class Rules:
     seat: a node's seat when its unit is at home on a device. runs: whether a device can run a node.
     units: channels that a product is cut at multiples of, 0 where it stays whole; joint: see `units.lanes`.
     groups: by node, those that may be made in parts; sums: products that may be the sum of parts.
-    pools: the memory of each device.
+    pools: the memory of each device. reluctant: what products that devices share have to save, of a unit's
+    time. whole: whether products are shared only where the cut may move: both devices then have all of them.
     """
 
     fixed: Mapping[str, Seat]
@@ -45,6 +50,8 @@ class Rules:
     groups: Mapping[str, Group] = field(default_factory=dict)
     sums: frozenset[str] = frozenset()
     pools: Mapping[str, str] = field(default_factory=dict)
+    reluctant: float = 0.0
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +125,7 @@ class Placer:
     def _seat(self, node: logical.Node, plan: Plan, becomes: str, made: Mapping[str, Seat]) -> Seat:
         if node.name in self._rules.fixed:
             return self._rules.fixed[node.name]
-        if node.op == "linear":
+        if node.op in ("linear", "expert_linear"):
             seat = self._product(node, plan, becomes)
             x = made.get(node.inputs[0][1:])
             if becomes == SUM and isinstance(x, Parted) and node.name in self._rules.sums:
@@ -156,6 +163,8 @@ class Placer:
         """The seat of the inputs, where they have one in common and the node may sit there, too."""
         inputs = [made.get(i[1:]) for i in node.inputs if i[0] == "%"]
         first = inputs[0] if inputs else None
+        if node.op == "expert_sum" and isinstance(first, Whole):
+            inputs = inputs[:1]  # the experts' results are many, their weights few
         if isinstance(first, Summed | Copied):
             return None
         if isinstance(first, Parted):
@@ -167,7 +176,7 @@ class Placer:
             part = node.op == "slice" and node.inputs[0][1:] in self._rules.joint
             follows = node.op in FOLLOWERS and all(self._rules.runs(node, d) for d in first.devices)
             return first if part or follows else None
-        moves = node.op in FOLLOWERS or node.op in ("slice", "view")
+        moves = node.op in FOLLOWERS or node.op in MOVED
         return Whole(first.device) if moves and self._rules.runs(node, first.device) else None
 
     def one(self, unit: Unit, plan: Plan, wanted: Sequence[str]) -> Priced:
@@ -183,6 +192,8 @@ class Placer:
         time = finish(parts, self._prices, plan.homes, wanted)
         if any(isinstance(s, Parted) for name, s in seats.items() if name not in self._rules.fixed):
             time *= 1 + self._stiffness(plan)
+        elif any(isinstance(s, Shared) for s in seats.values()):
+            time *= 1 + self._rules.reluctant
         return Priced(plan, time, self._held(parts), seats)
 
     def _stiffness(self, plan: Plan) -> float:
@@ -213,18 +224,21 @@ class Placer:
             if (key := frozenset(seats.items())) in seen:
                 continue
             seen.add(key)
-            out.append(self._priced(unit, plan, seats, wanted))
-            if any(isinstance(s, Shared) for s in seats.values()):
+            fixed = self._priced(unit, plan, seats, wanted)
+            shared = any(isinstance(s, Shared) for s in seats.values())
+            if not shared or not self._rules.whole:
+                out.append(fixed)
+            if shared:
                 moving = replace(plan, moving=True)
                 seats = self.seats(unit, moving)
                 parts = spread(unit.nodes, seats, self._rules.joint, self._parts, wanted)
                 # in doubt the cut that may move
-                out.append(Priced(moving, out[-1].cost * (1 - PREFERRED), self._held(parts), seats))
+                out.append(Priced(moving, fixed.cost * (1 - PREFERRED), self._held(parts), seats))
         return sorted(out, key=lambda p: p.cost)
 
     def _plans(self, unit: Unit, devices: Sequence[str]) -> Iterator[Plan]:
         sets = min(len(unit.sets), MOST_SETS)
-        parted = list(self._in_parts(unit))
+        parted = [] if self._rules.whole else list(self._in_parts(unit))
         for home in devices:
             yield Plan(home)
             others = [d for d in devices if d != home] if sets else []

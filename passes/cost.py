@@ -156,7 +156,7 @@ def _keys_read(node: logical.Node, types: Sequence[TensorType], states: Mapping[
     kv_heads, head_dim, value_dim = (node.attr(k, 0) for k in ("kv_heads", "head_dim", "value_dim"))
     assert isinstance(kv_heads, int) and isinstance(head_dim, int) and isinstance(value_dim, int)
     dtype = next((states[s].dtype for s in node.reads if s in states), "f32")
-    per_token = kv_heads * (head_dim + value_dim) * DTYPES[dtype]
+    per_token = kv_heads * (head_dim + value_dim * (not node.attr("latent"))) * DTYPES[dtype]
     return types[5].shape[0] * sym(LONGEST) * per_token
 
 
@@ -187,4 +187,4 @@ def kernel_of(node: Node, weights: Mapping[str, Weight]) -> str:
     for epilogue in ("bias", "residual"):
         if node.op == "linear" and node.attr(epilogue):
             name += f"+{epilogue}"
-    return name
+    return f"{name}+latent" if node.op == "attention" and node.attr("latent") else name

@@ -21,8 +21,9 @@ from flashrt.passes.budget import (
     state_bytes,
     weight_road,
 )
-from flashrt.passes.choices import HOME, Placer, Plan, Priced, Rules
+from flashrt.passes.choices import BUSY, HOME, Placer, Plan, Priced, Rules
 from flashrt.passes.cost import block_bytes, kernel_of
+from flashrt.passes.lending import PASSED, covers, largest_of_a_layer
 from flashrt.passes.parts import Group, plain
 from flashrt.passes.price import Prices
 from flashrt.passes.ratio import Ratios
@@ -68,6 +69,7 @@ class _Dealer:
         self._devices = [d.id for d in task.usable]
         self._pools = {d.id: pool_of(d) for d in task.usable}
         self._held = task.earlier.held()
+        self._lending = task.earlier.lending(task.machine)
         self._kept_parts: dict[str, list[str]] = defaultdict(list)
         for name in dict.fromkeys(name for name, _ in self._held):
             if whole := self._weights[name].of:
@@ -77,7 +79,8 @@ class _Dealer:
         prices.common = _common(self._units)
         rules = Rules(
             task.fixed, task.seat, lambda n, d: not task.obstacle(n, d), self._channels(), self._joint(),
-            self._groups(), self._sums(), self._pools,
+            self._groups(), self._sums(), self._pools, BUSY if self._lending.rings else 0.0,
+            task.earlier.whole,
         )  # fmt: skip
         products = [n for n in task.graph.nodes if rules.units[n.name]]
         self._ratios = Ratios(products, rules.joint, rules.units, prices, task.earlier.cuts())
@@ -89,7 +92,9 @@ class _Dealer:
 
     def ways(self) -> list[Dealt]:
         """All ways, those first that should be faster."""
-        plans = (self._best(beside=True), self._best(beside=False), self._in_order_of_speed())
+        plans = [self._best(beside=True), self._best(beside=False), self._in_order_of_speed()]
+        if not self._held and any(d.kind in PASSED for d in self._task.usable):
+            plans.append(self._best(beside=True, streams=False))
         return [self._dealt(p) for p in plans if p is not None]
 
     def _channels(self) -> Mapping[str, int]:
@@ -155,12 +160,23 @@ class _Dealer:
 
     def _class(self, alike: tuple[Unit, ...]) -> _Class:
         priced = self._placer.priced(alike[0], self._devices, self._wanted[alike[0].name])
+        priced = list(filter(self._has_room, priced)) or priced
         kept = _worthwhile([self._choice(alike[0], p) for p in priced])
         best = [self._placer.with_copies(alike[0], priced[i], self._wanted[alike[0].name]) for i in kept]
         return _Class(alike, tuple(best), tuple(self._choice(alike[0], p) for p in best))
 
+    def _has_room(self, priced: Priced) -> bool:
+        """Whether what a ring's device doesn't keep can pass through it."""
+        needs, passes = self._lending.needs_a_ring, self._lending.passes
+        weights = self._weights
+        return all(
+            passes(weights[name], rows, d)
+            for (name, d), rows in priced.held.items()
+            if needs(weights[name], rows, d)
+        )
+
     def _choice(self, unit: Unit, priced: Priced) -> Choice:
-        new = {key: rows for key, rows in priced.held.items() if self._held.get(key) != rows}
+        new = {key: rows for key, rows in priced.held.items() if not covers(self._held.get(key), rows)}
         tied = frozenset((name, self._pools[d]) for name, d in new if name in self._tied)
         own = {key: rows for key, rows in new.items() if key[0] not in self._tied}
         sizes = Counter({pool: self._bytes(own, pool) for pool in set(self._pools.values())})
@@ -176,11 +192,12 @@ class _Dealer:
         return held_bytes(held, self._weights, [d for d, p in self._pools.items() if p == pool])
 
     # ---- by the integer program --------------------------------------------------------
-    def _best(self, *, beside: bool) -> dict[str, Plan] | None:
-        """By the integer program. beside: as `Problem` says."""
+    def _best(self, *, beside: bool, streams: bool = True) -> dict[str, Plan] | None:
+        """By the integer program. beside: as `Problem` says. streams: whether weights may."""
         problem = Problem(
-            [c.choices for c in self._classes], [len(c.units) for c in self._classes], self._memories(),
-            self._tied_bytes(), {d: (self._pools[d], self._results(d)) for d in self._devices},
+            [c.choices for c in self._classes], [len(c.units) for c in self._classes],
+            self._memories(streams), self._tied_bytes(),
+            {d: (self._pools[d], self._results(d)) for d in self._devices},
             {d: self._arriving(d) for d in self._devices}, beside,
         )  # fmt: skip
         counts = assign(problem)
@@ -208,21 +225,18 @@ class _Dealer:
         first, last = ends[self._units[0].name], ends[self._units[-1].name]
         return [first, *(h for h in homes if h not in (first, last)), *([last] if last != first else [])]
 
-    def _memories(self) -> dict[str, Memory]:
+    def _memories(self, streams: bool = True) -> dict[str, Memory]:
         machine = self._task.machine
         out: dict[str, Memory] = {}
         for device in self._task.usable:
             pool = self._pools[device.id]
             limit = pool_limit(pool, machine) - self._bytes(self._held, pool)
             rate = machine.link(*weight_road(device, machine)).rate.value
-            out.setdefault(pool, Memory(limit, None if self._held else 1e6 / rate, self._ring()))
+            may = streams and (not self._held or device.id in self._lending.rings)
+            # larger weights than those of a layer had better stay
+            ring = largest_of_a_layer(self._task.graph)
+            out.setdefault(pool, Memory(limit, 1e6 / rate if may else None, ring))
         return out
-
-    def _ring(self) -> int:
-        """Bytes that streaming takes: the largest weight of a layer. Larger ones had better stay."""
-        layer = max(self._classes, key=lambda c: len(c.units)).units[0]
-        sizes = (self._size(i[1:]) for n in layer.nodes for i in n.inputs if i[0] == "@")
-        return max(sizes, default=0)
 
     def _tied_bytes(self) -> dict[Tied, tuple[str, int]]:
         pools = dict.fromkeys(self._pools.values())

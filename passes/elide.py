@@ -11,7 +11,7 @@ A stream that is packed already is packed again, because copies kept memory apar
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from flashrt.ir import micro
@@ -21,6 +21,12 @@ from flashrt.layouts import aligned
 from flashrt.passes.pack import pack, ring_layout
 from flashrt.passes.strided import argument_takes_range
 from flashrt.passes.ticks import synchronise
+
+
+def keep(stream: micro.Stream, stays: Callable[[micro.Block], bool]) -> micro.Stream:
+    """The stream with those blocks resident that stay, because other variants keep them."""
+    stay = {(b.name, b.device) for b in stream.blocks if b.home == "ring" and stays(b)}
+    return _with(stream, stay) if stay else stream
 
 
 def elide(stream: micro.Stream, *, resident_bytes: Mapping[str, int]) -> micro.Stream:
@@ -38,6 +44,11 @@ def _with_residents(stream: micro.Stream, resident_bytes: Mapping[str, int]) -> 
         for device in dict.fromkeys(b.device for b in stream.blocks)
         for name in _residents(stream, device, resident_bytes.get(device, 0))
     }
+    return _with(stream, stay)
+
+
+def _with(stream: micro.Stream, stay: Collection[tuple[str, str]]) -> micro.Stream:
+    """The stream with these (block, device) resident."""
     instrs = tuple(
         i
         for i in stream.instrs
@@ -48,18 +59,21 @@ def _with_residents(stream: micro.Stream, resident_bytes: Mapping[str, int]) -> 
 
 
 def _residents(stream: micro.Stream, device: str, limit: int) -> list[str]:
-    """The blocks to keep: the largest first, as many as leave room for the others' ring."""
+    """The blocks to keep: the largest first, as many as leave room for the others' ring; where some have been
+    chosen, those."""
     sizes = {b.name: aligned(b.bytes) for b in stream.blocks if b.device == device}
     settled = [b.name for b in stream.blocks if b.device == device and b.home == "resident"]
-    by_size = [name for name in _by_benefit(sizes) if name not in set(settled)]
+    by_size = _by_benefit(sizes)
     if sum(sizes.values()) <= limit:
         return list(sizes)
+    if settled:
+        return settled
 
     moves = tuple(i for i in stream.instrs if isinstance(i, micro.Prefetch | micro.Evict))
     loading = replace(stream, instrs=moves)
 
     def total(stay: Iterable[str]) -> int:
-        kept = {*settled, *stay}
+        kept = set(stay)
         ring = frozenset(sizes.keys() - kept)
         return sum(sizes[name] for name in kept) + ring_layout(loading, device, ring)[1]
 
@@ -74,7 +88,7 @@ def _residents(stream: micro.Stream, device: str, limit: int) -> list[str]:
         if sizes[name] <= left:
             more.append(name)
             left -= sizes[name]
-    return [*settled, *(more if total(more) <= limit else few)]
+    return more if total(more) <= limit else few
 
 
 def _by_benefit(sizes: Mapping[str, int]) -> list[str]:

@@ -25,20 +25,21 @@ line left out the stream still computes the same.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from flashrt.errors import PlanError
 from flashrt.ir import logical, micro, physical
-from flashrt.ir.clock import simulate
+from flashrt.ir.clock import simulate, typical
 from flashrt.ir.ops import ATTENTION_EXACT, LINEAR_EXACT
+from flashrt.ir.types import Env, evaluate
 from flashrt.layouts import aligned
 from flashrt.machine import Machine
-from flashrt.passes.budget import peak_activations, room_of
+from flashrt.passes.budget import HOSTS, peak_activations, room_of, weight_road
 from flashrt.passes.cost import cost
-from flashrt.passes.elide import elide
+from flashrt.passes.elide import elide, keep
 from flashrt.passes.fuse import fuse
 from flashrt.passes.lower import lower
 from flashrt.passes.overlap import overlap
@@ -159,6 +160,9 @@ def _lowered(
     stream = lower(placed, machine)
     check("lower", stream)
     room = _room(placed.budgets, options)
+    if "elide" not in options.disabled:
+        lending = options.earlier.lending(machine)
+        stream = keep(stream, lambda b: lending.stays(b.name, (b.lo, b.hi), b.device, b.bytes))
     for name, faster in PERFORMANCE.items():
         if name not in options.disabled:
             stream = faster(stream, options, room)
@@ -236,13 +240,33 @@ def _quickest(ways: Sequence[Placement], machine: Machine, options: Options) -> 
             beyond = beyond or error
             continue
         several = len({n.device for n in way.graph.nodes}) > 1
-        time = simulate(stream, {}, WARM).step_time * (1 + GAIN * several)
+        time = step_time(stream, machine) * (1 + GAIN * several)
         if best is None or time < best[0]:
             best = time, way.graph
     if best is None:
         assert beyond is not None
         raise beyond
     return best[1]
+
+
+def step_time(stream: micro.Stream, machine: Machine, env: Env | None = None) -> float:
+    """Microseconds of a step by the clock, but no less than its reads take of the host's memory.
+
+    What a device brings over its link is read there, too, and the clock doesn't know that the rate is the
+    one that the processor's cores have together.
+    """
+    full = typical(stream, env or {})
+    read: dict[str, float] = defaultdict(float)
+    kinds = {d.id: d.kind for d in machine.devices}
+    for instr in stream.instrs:
+        match instr:
+            case micro.Dispatch() if kinds[instr.device] in HOSTS:
+                read[instr.device] += evaluate(instr.bytes, full)
+            case micro.Prefetch() if kinds[instr.device] not in HOSTS:
+                read[weight_road(machine.device(instr.device), machine)[0]] += evaluate(instr.bytes, full)
+    rates = {d.id: d.read.value for d in machine.devices}
+    memory = max((1e6 * n / rates[d] for d, n in read.items() if d in rates), default=0.0)
+    return max(simulate(stream, full, WARM).step_time, memory)
 
 
 def _within(budgets: Sequence[physical.Budget], stream: micro.Stream) -> None:

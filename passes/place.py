@@ -21,6 +21,7 @@ from flashrt.machine import Machine
 from flashrt.passes.budget import (
     Held,
     Need,
+    Rows,
     charge_pools,
     held_bytes,
     peak_activations,
@@ -32,6 +33,7 @@ from flashrt.passes.budget import (
 )
 from flashrt.passes.cost import Costs, block_bytes, kernel_of
 from flashrt.passes.deal import deal
+from flashrt.passes.lending import covers
 from flashrt.passes.parts import Parts
 from flashrt.passes.pins import Pin, pinned
 from flashrt.passes.price import Prices, finish
@@ -39,9 +41,10 @@ from flashrt.passes.shard import Cut
 from flashrt.passes.spread import Copied, Lanes, Part, Parted, Seat, Shared, Summed, Whole, spread
 from flashrt.passes.task import Earlier, Task, seats_of
 from flashrt.passes.transfer import transfer
-from flashrt.passes.units import lanes
+from flashrt.passes.units import lanes, users_of
 
 NONE = Earlier()
+BEFORE = ("rope", "rope_pairs", "rms_norm", "slice", "view")  # may stand between products and their attention
 NO_SUMS = "its input is in parts, but no sums: they would round differently (numerics=fast allows them)"
 
 
@@ -122,16 +125,36 @@ def placements(
 def _fixed(task: Task, pins: Mapping[str, Pin]) -> dict[str, Seat]:
     """Seats of the nodes that pins or the states of earlier variants hold."""
     out: dict[str, Seat] = {}
-    homes, before = task.earlier.states(), task.earlier.seats()
+    homes, before, wanted = task.earlier.states(), task.earlier.seats(), task.earlier.home
     for node in task.graph.nodes:
         states = [s for s in (*node.reads, *node.writes) if s in homes]
         if states:
             out[node.name] = Whole(homes[states[0]], False, "its state is there in every variant")
+        elif wanted and (node.reads or node.writes) and not task.obstacle(node, wanted):
+            out[node.name] = Whole(wanted, False, "its state is beside the weights that large steps bring")
         elif (node.reads or node.writes) and isinstance(seat := before.get(node.name), Parted):
             out |= dict.fromkeys(task.parts.groups[node.name].nodes, seat)
+    out |= _leading(task, out)
     for node in task.graph.nodes:
         if (pin := pins.get(node.name)) is not None:
             out[node.name] = _at_pin(node, pin, task, out.get(node.name))
+    return out
+
+
+def _leading(task: Task, fixed: Mapping[str, Seat]) -> dict[str, Seat]:
+    """Seats of what only an attention takes, between the products and it: beside it, so that what crosses
+    between devices is one value, the products' result."""
+    nodes, users = {n.name: n for n in task.graph.nodes}, users_of(task.graph)
+    out: dict[str, Seat] = {}
+    for name, seat in fixed.items():
+        ahead = [i[1:] for i in nodes[name].inputs[:3]] if nodes[name].op == "attention" else []
+        while ahead and isinstance(seat, Whole):
+            node = nodes.get(ahead.pop())
+            if node is None or node.op not in BEFORE or task.obstacle(node, seat.device):
+                continue
+            if all(u.name == name or u.name in out for u in users[node.name]):
+                out[node.name] = Whole(seat.device, False, "beside the attention that takes it")
+                ahead.append(node.inputs[0][1:])
     return out
 
 
@@ -174,6 +197,7 @@ class _Plans:
         self._joint: Lanes = lanes(task.graph)
         self._kept = task.earlier.held()
         self._streaming_before = task.earlier.streaming()
+        self._lending = task.earlier.lending(task.machine)
 
     def all(self) -> list[_Plan]:
         """Each device by itself, then several together."""
@@ -212,9 +236,8 @@ class _Plans:
         streams = []
         for need in needs:
             if need.least <= need.left < need.budget.weights:
-                left = need.left
-                streams.append(f"weights stream through {left} of their {need.budget.weights} bytes")
-                total = max(total, self._streaming(need))
+                streams.append(_streaming(need))
+                total = max(total, self._loading(need))
         budgets = tuple(
             replace(n.budget, weights=min(n.budget.weights, n.left)) if n.least <= n.left else n.budget
             for n in needs
@@ -226,8 +249,8 @@ class _Plans:
     def _weights(self, nodes: Sequence[physical.Node]) -> tuple[Weight, ...]:
         """The graph's weights, and the parts of them in use."""
         used = dict.fromkeys(i[1:] for n in nodes for i in n.inputs if i[0] == "@")
-        parts = (w for name in used if (w := self._task.weights[name]).of)
-        return (*self._task.graph.weights, *parts)
+        parts = {name: w for name in used if (w := self._task.weights[name]).of}
+        return tuple(({w.name: w for w in self._task.graph.weights} | parts).values())
 
     def _states(self, nodes: Sequence[physical.Node]) -> tuple[State, ...]:
         """The states in use: whole, or in parts."""
@@ -255,13 +278,14 @@ class _Plans:
             replace(n, budget=b, least=min(n.least, b.weights)) for n, b in zip(needs, charged, strict=True)
         ]
         # weights that stream are each device's own
-        return needs if any(n.budget.weights > n.left for n in shared) else shared
+        return needs if any(n.budget.weights > n.left and not n.passing for n in shared) else shared
 
     def _need(self, id: str, nodes: Sequence[physical.Node], held: Held, whole: physical.Graph) -> Need:
         task = self._task
-        own = {name: rows for (name, d), rows in held.items() if d == id}
+        own = {name: self._rows(name, rows, id) for (name, d), rows in held.items() if d == id}
         kept = {key: r for key, r in self._kept.items() if key[1] == id and own.get(key[0]) != r}
         beside = held_bytes(kept, task.weights, [id])
+        passes = {name for name, rows in own.items() if self._lending.passes(task.weights[name], rows, id)}
         sizes = {name: aligned(block_bytes(task.weights[name], *rows)) for name, rows in own.items()}
         budget = physical.Budget(
             device=id,
@@ -273,14 +297,29 @@ class _Plans:
         )
         # beside variants of which all weights stay, all have to stay
         stays = task.earlier.graphs and self._streaming_before is None
-        least = budget.weights if stays else peak_weights(nodes, sizes)
-        return Need(budget, least, task.earlier.reserve.get(id, 0))
+        passing = {name: size * (name in passes) for name, size in sizes.items()}
+        through = sum(passing.values())
+        least = budget.weights - through if stays else 0
+        least += peak_weights(nodes, passing if stays else sizes)
+        return Need(budget, least, task.earlier.reserve.get(id, 0), through)
 
-    def _streaming(self, need: Need) -> float:
+    def _rows(self, weight: str, rows: Rows, device: str) -> Rows:
+        """The rows of a weight that a device has which needs these: what earlier plans keep, if that does."""
+        kept = self._kept.get((weight, device), rows)
+        return kept if covers(kept, rows) else rows
+
+    def _loading(self, need: Need) -> float:
         """Microseconds of loading what doesn't stay."""
         machine = self._task.machine
         link = machine.link(*weight_road(machine.device(need.budget.device), machine))
-        return (need.budget.weights - need.left) / link.rate.value * 1e6
+        return (need.passing or need.budget.weights - need.left) / link.rate.value * 1e6
+
+
+def _streaming(need: Need) -> str:
+    """What is said of a device where not all weights stay."""
+    if need.passing:
+        return f"{need.passing} bytes of weights pass through {need.budget.device}, from the host's memory"
+    return f"weights stream through {need.left} of their {need.budget.weights} bytes"
 
 
 def _node(part: Part, prices: Prices) -> physical.Node:

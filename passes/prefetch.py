@@ -13,7 +13,7 @@ and evicted as soon as before, so at most `window` blocks more than needed are l
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -27,10 +27,14 @@ def prefetch(
 ) -> micro.Stream:
     """Hoists prefetches.
 
-    limits: bytes that each device has for loaded blocks. No block is loaded early beyond them, and the
-    window shrinks until the ring, gaps between blocks included, fits (or nothing is left to shrink).
+    limits: bytes that each device has for weights. No block is loaded early beyond what those that stay
+    leave, and the window shrinks until the ring, gaps between blocks included, fits (or nothing is left to
+    shrink).
     """
-    limits = limits or {}
+    kept: Counter[str] = Counter()
+    for block in stream.blocks:
+        kept[block.device] += aligned(block.bytes) if block.home == "resident" else 0
+    limits = {device: limit - kept[device] for device, limit in (limits or {}).items()}
     hoisted = _hoisted(stream, window, limits)
     while window and any(_ring(hoisted, device) > limit for device, limit in limits.items()):
         window //= 2

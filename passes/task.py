@@ -12,6 +12,7 @@ from flashrt.ir.types import Dim, Env, State, Weight, evaluate
 from flashrt.machine import Device, Machine
 from flashrt.passes.budget import HOSTS, Held, held_bytes, weights_held
 from flashrt.passes.cost import Costs, Node
+from flashrt.passes.lending import Lending
 from flashrt.passes.parts import Parts
 from flashrt.passes.shard import Cut
 from flashrt.passes.spread import Copied, Parted, Seat, Shared, Summed, Whole
@@ -23,11 +24,15 @@ TAGGED = ("gpu", "npu", "cpu")  # kinds that an affinity speaks of
 class Earlier:
     """Plans of the same model for other sizes of a step, with which the new one takes turns.
 
-    reserve: device → bytes that results take in a plan that is still to come.
+    reserve: device → bytes that results, and blocks that pass through it, take in a plan that is still to
+    come. home: the device that all states shall be on; "" for wherever it is best. whole: weights may pass
+    through a device in a plan that is still to come, so that none is cut for good.
     """
 
     graphs: tuple[physical.Graph, ...] = ()
     reserve: Mapping[str, int] = field(default_factory=dict)
+    home: str = ""
+    whole: bool = False
 
     def states(self) -> dict[str, str]:
         """State → its device."""
@@ -58,6 +63,12 @@ class Earlier:
                     if len(bounds) == len(seat.bounds):
                         found[bounds[-1], seat.devices] = tuple(bounds)
         return found
+
+    def lending(self, machine: Machine) -> Lending:
+        """What the plans lend of the weights that they keep."""
+        if not self.graphs or self.streaming() is not None:
+            return Lending()
+        return Lending.of(self.graphs[-1], self.held(), machine, self.reserve)
 
     def streaming(self) -> physical.Graph | None:
         """The plan of which weights don't stay."""

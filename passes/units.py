@@ -11,6 +11,7 @@ from flashrt.ir import logical
 from flashrt.ir.types import Weight
 
 MOST_SETS = 4  # sets of products in a unit outside the layers
+EXPERTS = "experts"  # the set of all expert products of a unit
 _LAYER = re.compile(r"(.*?(?:^|\.)\d+)(?:\.|$)")  # layers.3.mlp.up → layers.3
 
 # operations on channels that may be computed where the shards of their inputs are
@@ -21,7 +22,7 @@ FOLLOWERS = frozenset({"gated", "add", "mul", "activation", "scale", "softcap"})
 class Unit:
     """Nodes in order, which one choice places. name: `layers.3`, or that of its first node.
 
-    sets: its products, those of one input together.
+    sets: its products, those of one input together, first of all those of experts: one decision for a layer.
     """
 
     name: str
@@ -36,6 +37,8 @@ def units(graph: logical.Graph) -> tuple[Unit, ...]:
 
 def _unit(nodes: Sequence[logical.Node]) -> Unit:
     sets: dict[str, list[str]] = defaultdict(list)
+    if experts := [n.name for n in nodes if n.op == "expert_linear"]:
+        sets[EXPERTS] = experts
     for node in nodes:
         if node.op == "linear":
             sets[node.inputs[0]].append(node.name)

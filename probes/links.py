@@ -10,8 +10,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,6 +36,13 @@ def between(devices: Sequence[Device], measured: Mapping[str, Measured]) -> tupl
         Link(DISK, d.id, disk, Measured(50.0, "assumed")) for d in devices if disk and d.pool == host.POOL
     ]
     return (*within, *from_disk)
+
+
+def known(reported: Iterable[Link], measured: Mapping[str, Measured]) -> Iterator[Link]:
+    """Links with the figures that were measured in place of those reported."""
+    for link in reported:
+        of = [measured.get(key(link.src, link.dst, what)) for what in ("rate", "latency")]
+        yield replace(link, rate=of[0] or link.rate, latency=of[1] or link.latency)
 
 
 def _link(src: str, dst: str, measured: Mapping[str, Measured], copy: Measured) -> Link:

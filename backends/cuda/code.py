@@ -2,12 +2,17 @@
 
 A bucket's launches are made, and enqueued one by one, when it first runs; at the second time they are
 recorded as a graph, which is one launch from then on. What changes between steps within a bucket is data:
-inputs and sizes are pulled from pinned memory by the first kernel of each run.
+inputs and sizes are pulled from pinned memory by the first kernel of each run. Positions of splits aren't:
+they are part of a bucket's key, and the buckets of a piece that ran longest ago are dropped.
+
+Pieces follow each other on the device; the host looks at them only where somebody outside waits for a tick,
+or where they wait for one from outside.
 """
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,23 +21,24 @@ from typing import Any
 
 import numpy as np
 
-from flashrt.backend import ABORT, I64, U8, Compute, Memory, Place
+from flashrt.backend import ABORT, I64, U8, Compute, Memory, Pause, Place
 from flashrt.backends.cuda import args
 from flashrt.backends.cuda.args import Launch, Live, Step, launch
-from flashrt.backends.cuda.driver import Driver
+from flashrt.backends.cuda.driver import Driver, Mark
 from flashrt.backends.cuda.encode import encode
 from flashrt.backends.cuda.fuse import Fuser, rows_of
 from flashrt.backends.cuda.linear import few, takes
 from flashrt.backends.cuda.operands import Operands, Sizes, Twin, address_of
 from flashrt.backends.cuda.sample import greedy_only
+from flashrt.backends.cuda.walk import walked
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
 from flashrt.ir.order import root_of
-from flashrt.ir.types import Dim, Env, size
+from flashrt.ir.types import Dim, Env, size, symbols_of
 
 MOST_SIZES = 512
 PULLING = (8, 16)  # blocks that pull inputs
-_NAP = 20e-6  # seconds between two looks at a tick
+KEPT = 64  # buckets of a piece
 Key = tuple[object, ...]
 
 
@@ -51,11 +57,24 @@ class Bucket:
 
 @dataclass(slots=True)
 class Piece:
-    """Instructions that run without looking at ticks. buckets: by key."""
+    """Instructions that run without looking at ticks.
+
+    waits: of the first one, for ticks from outside; signals: ticks, those that somebody outside waits for at
+    the end. symbols: and splits that its sizes depend on. ringed: blocks that come and go. inputs: slots.
+    samples: whether it draws tokens. end: stands behind the last run. buckets: by key, the one that ran last
+    at the end.
+    """
 
     instrs: tuple[Compute, ...]
     indices: tuple[int, ...]
-    buckets: dict[Key, Bucket] = field(default_factory=dict)
+    waits: tuple[micro.Wait, ...]
+    signals: tuple[int, ...]
+    symbols: tuple[str, ...]
+    ringed: tuple[str, ...]
+    inputs: tuple[int, ...]
+    samples: bool
+    end: Mark
+    buckets: OrderedDict[Key, Bucket] = field(default_factory=OrderedDict)
 
 
 class Code:
@@ -67,67 +86,133 @@ class Code:
         stream = memory.stream
         self._slots = {s.id: s for s in stream.slots}
         self._blocks = {b.name: b for b in stream.blocks if b.device == device}
+        self._scratch: dict[str, Any] = {}
         self._twins = {id: self._twin(id) for id in self._inputs(instrs)}
         here = driver.pinned(8 * MOST_SIZES)
         self._sizes_there = driver.alloc(8 * MOST_SIZES)
         self._sizes_here = here
         self._sizes = Sizes(here.view(np.int64), int(self._sizes_there.data_ptr()))
-        self._scratch: dict[str, Any] = {}
-        self._ringed = [
-            name for name in dict.fromkeys(_blocks_of(instrs)) if self._blocks[name].home != "resident"
-        ]
         self._sampled = self._sampling(instrs)
-        self._symbols = tuple(stream.symbols)
+        self._most = {s.name: s.hi for s in stream.symbols}
         self._splits = tuple(s.name for s in stream.splits)
         rows_of(instrs)  # finds what is wrong with biases now
-        self._pieces = tuple(_pieces(instrs))
+        # what else computes wants the cores that a thread would spend on looking at the device
+        self._alone = all(i.device == device for i in stream.instrs if isinstance(i, Compute))
+        self._pieces = tuple(self._cut(instrs))
+
+    @property
+    def held(self) -> int:
+        """Bytes of device memory that it has for itself now: inputs, sizes and scratch. For any thread."""
+        buckets = [b for piece in self._pieces for b in list(piece.buckets.values())]
+        own = [self._sizes_there, *(twin.there.buffer for twin in self._twins.values())]
+        own += [*list(self._scratch.values()), *(m for b in buckets for m in b.keep)]
+        return sum({id(m): len(m) for m in own if not isinstance(m, np.ndarray)}.values())
 
     # ---- one step
     def run(self, epoch: int) -> None:
-        """Waits, computes, signals, piece by piece."""
-        env = self._env()
-        self._driver.begin()
-        for piece in self._pieces:
-            arrived = time.perf_counter_ns()
-            self._await(piece, epoch)
-            started = time.perf_counter_ns()
-            self._enqueue(piece, env)
-            self._driver.wait()
-            ended = time.perf_counter_ns()
-            self.stamps[list(piece.indices)] = ended
-            self.stamps[piece.indices[0]] = arrived, started, ended
-            for instr in piece.instrs:
-                if instr.signals is not None:
-                    self._memory.ticks[instr.signals] = epoch
+        """Waits, computes, signals.
+
+        Raises DeviceError when the step is interrupted, or memory is lacking; then nothing is under way.
+        """
+        env, running = self._env(), deque[Piece]()
+        self._sizes.write(env)
+        with self._driver.at_work():
+            try:
+                for piece in self._pieces:
+                    arrived = time.perf_counter_ns()
+                    self._await(piece, epoch, running)
+                    started = time.perf_counter_ns()
+                    self._enqueue(piece, env)
+                    piece.end.set()
+                    running.append(piece)
+                    self.stamps[piece.indices[0]] = arrived, started, started
+                while running:
+                    if self._alone and len(running) == 1:
+                        self._driver.wait()
+                    running[0].end.wait()
+                    self._ended(running.popleft(), epoch)
+            except BaseException as error:
+                self._driver.wait()
+                if self._driver.lacks(error):
+                    self._forget()  # for the next one to find room
+                    raise DeviceError(f"{self._device} has no room for a step: {error}") from None
+                if isinstance(error, RuntimeError):  # a library's
+                    raise DeviceError(f"{self._device}: {error}") from None
+                raise
+
+    def _ended(self, piece: Piece, epoch: int) -> None:
+        """A piece is through: its time, from the end of the one before at the earliest, and its ticks."""
+        now = time.perf_counter_ns()
+        first = piece.indices[0]
+        if first:
+            self.stamps[first, 1] = max(self.stamps[first, 1], self.stamps[first - 1, 2])
+        self.stamps[first, 2] = now
+        self.stamps[list(piece.indices[1:])] = now
+        for tick in piece.signals:
+            self._memory.ticks[tick] = epoch
 
     def _env(self) -> dict[str, int]:
-        names = [s.name for s in self._symbols] + list(self._splits)
+        names = [*self._most, *self._splits]
         return {name: int(self._memory.words[self._memory.word_of(name)]) for name in names}
 
-    def _await(self, piece: Piece, epoch: int) -> None:
-        memory = self._memory
-        for instr in piece.instrs:
-            for awaited in instr.waits:
-                while memory.ticks[awaited.tick] < epoch + awaited.step and not memory.words[ABORT]:
-                    time.sleep(_NAP)
+    def _await(self, piece: Piece, epoch: int, running: deque[Piece]) -> None:
+        """Until what a piece needs from outside is there; those under way signal meanwhile."""
+        memory, pause = self._memory, Pause()
+        for awaited in piece.waits:
+            while memory.ticks[awaited.tick] < epoch + awaited.step and not memory.words[ABORT]:
+                if running and running[0].end.through():
+                    self._ended(running.popleft(), epoch)
+                else:
+                    pause()
         if memory.words[ABORT]:
             raise DeviceError(f"{self._device}: interrupted in step {epoch}")
 
     def _enqueue(self, piece: Piece, env: Env) -> None:
-        rounded = {s.name: bucket(env[s.name], s.hi) for s in self._symbols}
-        at = {**env, **rounded}
-        key: Key = (*at.values(), self._greedy(env), *self._addresses())
+        at = {n: bucket(env[n], self._most[n]) if n in self._most else env[n] for n in piece.symbols}
+        greedy = piece.samples and self._greedy(env)
+        key: Key = (*at.values(), greedy, *self._addresses(piece))
         found = piece.buckets.get(key)
         if found is None:
-            found = piece.buckets[key] = self._bucket(piece, at, self._greedy(env))
-        self._sizes.write(env)
+            found = piece.buckets[key] = self._made(piece, at, greedy)
+            self._sizes.write(env)  # pieces under way may read them, too: for them they are as they were
+            if len(piece.buckets) > KEPT:
+                self._driver.wait()  # it may be under way
+                piece.buckets.popitem(last=False)
+        piece.buckets.move_to_end(key)
         found.runs += 1
         if found.runs == 2:
-            found.replay = list(self._recorded(found.steps))
+            found.replay = self._recording(found.steps)
         for work in found.replay:
             work()
         if not found.replay:
             self._launch(found.steps)
+
+    def _made(self, piece: Piece, env: Env, greedy: bool) -> Bucket:
+        """A new bucket; where memory is lacking, without any of the old ones."""
+        try:
+            return self._bucket(piece, env, greedy)
+        except Exception as error:
+            if not self._driver.lacks(error):
+                raise
+        self._driver.wait()
+        self._forget()
+        return self._bucket(piece, env, greedy)
+
+    def _forget(self) -> None:
+        """Drops all buckets and their scratch; nothing may be under way."""
+        for piece in self._pieces:
+            piece.buckets.clear()
+        self._scratch.clear()
+        self._driver.trim()
+
+    def _recording(self, steps: Sequence[Step]) -> list[Callable[[], None]]:
+        """The steps as they are enqueued from now on; none where there is no memory for that."""
+        try:
+            return list(self._recorded(steps))
+        except Exception as error:
+            if not self._driver.lacks(error):
+                raise
+            return []
 
     def _recorded(self, steps: Sequence[Step]) -> Iterator[Callable[[], None]]:
         for live, stretch in groupby(steps, lambda step: isinstance(step, Live)):
@@ -144,6 +229,37 @@ class Code:
                 case _:
                     step()
 
+    # ---- pieces
+    def _cut(self, instrs: Sequence[Compute]) -> Iterator[Piece]:
+        mine, inner = set(map(id, instrs)), {i.signals for i in instrs if i.signals is not None}
+        others = (i for i in self._memory.stream.instrs if id(i) not in mine)
+        asked = {w.tick for i in others for w in i.waits} & inner
+        for indices in _cuts(instrs, inner, asked):
+            some = tuple(instrs[i] for i in indices)
+            blocks = dict.fromkeys(ref.block for i in some for ref in _rows_of(i))
+            yield Piece(
+                some,
+                tuple(indices),
+                tuple(w for i in some for w in i.waits if w.tick not in inner),
+                tuple(i.signals for i in some if i.signals is not None),
+                tuple(sorted(self._sizes_of(some))),
+                tuple(name for name in blocks if self._blocks[name].home == "ring"),
+                tuple(self._inputs(some)),
+                any(isinstance(i, micro.Dispatch) and i.kernel == "sample" for i in some),
+                self._driver.mark(),
+            )
+
+    def _sizes_of(self, instrs: Sequence[Compute]) -> set[str]:
+        """The symbols and splits in the types and ranges of operands."""
+        refs: list[micro.Arg] = []
+        for instr in instrs:
+            refs += [*_slots_of(instr), *_written(instr), *_rows_of(instr)]
+        dims = [d for ref in refs for d in (ref.lo, ref.hi) if d is not None]
+        named = {ref.slot for ref in refs if isinstance(ref, micro.SlotRef)}
+        slots = named | {root_of(slot, self._slots) for slot in named}
+        dims += [dim for slot in slots for dim in self._slots[slot].type.shape]
+        return {name for dim in dims for name in symbols_of(dim)}
+
     # ---- a bucket
     def _bucket(self, piece: Piece, env: Env, greedy: bool) -> Bucket:
         keep: list[Any] = []
@@ -152,10 +268,22 @@ class Code:
             self._shared, self._slots, self._blocks,
         )  # fmt: skip
         fuser = Fuser(self._memory, lambda instr: few(instr, ops), lambda instr: takes(instr, ops))
-        steps = [step for joint in fuser.join(rows_of(piece.instrs)) for step in encode(joint, ops)]
+        apart = [step for joint in fuser.join(rows_of(piece.instrs)) for step in encode(joint, ops)]
+        upload, zeros = partial(self._uploaded, keep), partial(self._zeros, keep)
+        steps = list(walked(apart, self._driver.limits, upload, zeros))
         keep += self._scratch.values()
-        pulled = self._pull(env, keep)
-        return Bucket([pulled, *steps], keep)
+        return Bucket([self._pull(piece, env, keep), *steps], keep)
+
+    def _zeros(self, keep: list[Any], nbytes: int) -> Any:
+        keep.append(self._driver.alloc(nbytes))
+        return keep[-1]
+
+    def _uploaded(self, keep: list[Any], data: bytes) -> Any:
+        import torch
+
+        there = self._zeros(keep, len(data))
+        there.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return there
 
     def _shared(self, what: str, nbytes: int) -> Any:
         """Zeroed memory; a larger one takes the place of a smaller, which the launches that have it keep."""
@@ -163,10 +291,10 @@ class Code:
             self._scratch[what] = self._driver.alloc(max(nbytes, 16))
         return self._scratch[what]
 
-    def _pull(self, env: Env, keep: list[Any]) -> Step:
-        """The launch that brings sizes and inputs onto the device."""
+    def _pull(self, piece: Piece, env: Env, keep: list[Any]) -> Step:
+        """The launch that brings sizes and a piece's inputs onto the device."""
         entries = [(self._sizes_here.ctypes.data, self._sizes.address, 8 * MOST_SIZES)]
-        for twin in self._twins.values():
+        for twin in (self._twins[slot] for slot in piece.inputs):
             entries.append(
                 (twin.here.ctypes.data, address_of(twin.there), -(-size(twin.bytes, env) // 4) * 4)
             )
@@ -175,9 +303,9 @@ class Code:
         keep.append(table)
         return launch("pull", PULLING, 256, args.Pull(table.ctypes.data, len(entries)))
 
-    def _addresses(self) -> tuple[int, ...]:
+    def _addresses(self, piece: Piece) -> tuple[int, ...]:
         """Where blocks lie that come and go."""
-        places = (self._memory.block(name, self._device) for name in self._ringed)
+        places = (self._memory.block(name, self._device) for name in piece.ringed)
         return tuple(0 if place is None else address_of(place) for place in places)
 
     # ---- inputs
@@ -220,20 +348,24 @@ def bucket(value: int, most: int) -> int:
     return min(rounded, most)
 
 
-def _pieces(instrs: Sequence[Compute]) -> Iterator[Piece]:
-    """Cuts before what waits and behind what signals; a bias stays with its dispatch."""
+def _cuts(instrs: Sequence[Compute], inner: set[int], asked: set[int]) -> Iterator[list[int]]:
+    """Indices of instructions, cut before what waits for another lane's tick and behind what another lane
+    waits for; a bias stays with its dispatch.
+
+    inner: ticks that the instructions signal themselves; asked: those that others wait for.
+    """
     open_: list[int] = []
     for index, instr in enumerate(instrs):
         behind_bias = bool(open_) and isinstance(instrs[open_[-1]], micro.Bias)
-        if instr.waits and open_ and not behind_bias:
-            yield Piece(tuple(instrs[i] for i in open_), tuple(open_))
+        if open_ and not behind_bias and any(w.tick not in inner for w in instr.waits):
+            yield open_
             open_ = []
         open_.append(index)
-        if instr.signals is not None and not isinstance(instr, micro.Bias):
-            yield Piece(tuple(instrs[i] for i in open_), tuple(open_))
+        if instr.signals in asked and not isinstance(instr, micro.Bias):
+            yield open_
             open_ = []
     if open_:
-        yield Piece(tuple(instrs[i] for i in open_), tuple(open_))
+        yield open_
 
 
 def _slots_of(instr: Compute) -> list[micro.SlotRef]:
@@ -245,9 +377,14 @@ def _slots_of(instr: Compute) -> list[micro.SlotRef]:
     return []
 
 
-def _blocks_of(instrs: Sequence[Compute]) -> Iterator[str]:
-    for instr in instrs:
-        if isinstance(instr, micro.Bias):
-            yield instr.block.block
-        elif isinstance(instr, micro.Dispatch):
-            yield from (a.block for a in instr.args if isinstance(a, micro.BlockRef))
+def _written(instr: Compute) -> list[micro.SlotRef]:
+    return [] if isinstance(instr, micro.Bias) or instr.dst is None else [instr.dst]
+
+
+def _rows_of(instr: Compute) -> list[micro.BlockRef]:
+    match instr:
+        case micro.Bias():
+            return [instr.block]
+        case micro.Dispatch():
+            return [a for a in instr.args if isinstance(a, micro.BlockRef)]
+    return []

@@ -1,12 +1,16 @@
-"""The device: memory by torch, regions as CUDA graphs, one for each bucket of the symbols."""
+"""The device: memory by torch, regions as CUDA graphs, one for each bucket of the symbols.
+
+What crosses between host and device goes by copies of their own, beside the kernels, at the link's full rate
+where the host's memory is page-locked: inputs, the activations of host devices that share a plan with this
+one (`pinned`), and the weights that they keep and lend (`lock`). Other memory works as well, more slowly:
+CUDA's driver carries it over through some of its own.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from flashrt.backend import I64, U8, Compute, Memory, Place, Rect
 from flashrt.backends.cuda.code import Code
@@ -49,36 +53,31 @@ class CudaDevice:
         return code.stamps
 
     def copy(self, src: Rect, dst: Rect) -> None:
-        """Copies rows between this device, the host and other GPUs."""
+        """Copies rows between this device, the host and other GPUs, beside what the device computes."""
         assert (src.rows, src.row_bytes) == (dst.rows, dst.row_bytes), (src, dst)
-        _bytes(dst).copy_(_bytes(src))
-        self.driver.wait()
+        self.driver.copy(src, dst)
 
     def write(self, data: U8, dst: Place) -> None:
         """Host bytes into device memory."""
-        import torch
-
-        dst.buffer[dst.offset : dst.offset + len(data)].copy_(torch.from_numpy(data))
+        self.driver.copy(_line(Place(data, 0, len(data))), _line(dst, len(data)))
 
     def read(self, src: Place, out: U8) -> None:
         """The first bytes of a place, as many as `out` has room for."""
-        import torch
+        self.driver.copy(_line(src, len(out)), _line(Place(out, 0, len(out))))
 
-        torch.from_numpy(out).copy_(src.buffer[src.offset : src.offset + len(out)])
+    def lock(self, memory: U8) -> None:
+        """Keeps host memory where it is while this device is open, for copies at the link's full rate."""
+        self.driver.lock(memory)
 
     def close(self) -> None:
-        """Nothing to end: memory goes with its last buffer, graphs with their code."""
+        """Lets go of locked memory; the device's own goes with its last buffer, graphs with their code."""
+        self.driver.close()
 
 
-def _bytes(rect: Rect) -> Any:
-    """A rectangle as a tensor [rows, row_bytes]: a view."""
-    import torch
-
-    buffer, place = rect.place.buffer, rect.place
-    flat = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
-    start = place.offset + rect.offset
-    last = max(0, rect.rows - 1) * rect.stride + rect.row_bytes
-    return flat[start : start + last].as_strided((rect.rows, rect.row_bytes), (rect.stride, 1))
+def _line(place: Place, nbytes: int | None = None) -> Rect:
+    """The first bytes of a place, None for all, as one row."""
+    count = place.bytes if nbytes is None else nbytes
+    return Rect(place, 0, 1, count, count)
 
 
 class CudaBackend:

@@ -1,18 +1,41 @@
-"""A GPU through torch and CUDA's driver: memory, kernels, launches, graphs."""
+"""A GPU through torch and CUDA's driver: memory, kernels, launches, graphs, copies.
+
+Kernels run on one stream of the device. Copies run on a stream of the thread that asks for them: each lane of
+copies is a thread and goes one way, so it waits neither for kernels nor for what goes the other way.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 
-from flashrt.backend import U8
+from flashrt.backend import U8, Rect
 from flashrt.backends.cuda.args import Launch
 from flashrt.backends.cuda.compile import cubin
 from flashrt.backends.cuda.operands import Limits
 from flashrt.errors import DeviceError
+
+LARGE = 16 << 20  # bytes from which the CPU's memory is mapped for itself, in whole pages
+SPINS = 64  # looks at an event, of a microsecond each, before the thread sleeps until it is reached
+
+
+class Mark(Protocol):
+    """A point in the order of kernels."""
+
+    def set(self) -> None:
+        """Puts it behind everything enqueued so far."""
+
+    def through(self) -> bool:
+        """Whether the device has reached it. Raises DeviceError when what stands before it failed."""
+
+    def wait(self) -> None:
+        """Until the device has reached it; raises as `through` does."""
 
 
 class Driver(Protocol):
@@ -21,13 +44,29 @@ class Driver(Protocol):
     limits: Limits
 
     def alloc(self, nbytes: int) -> Any:
-        """Zeroed device memory as a tensor of bytes. Raises MemoryError."""
+        """Zeroed device memory as a tensor of bytes. Raises MemoryError, with the bytes that are free."""
 
     def pinned(self, nbytes: int) -> U8:
-        """Zeroed host memory that the device can read."""
+        """Zeroed host memory that the device can read. Raises MemoryError."""
 
-    def begin(self) -> None:
-        """Makes the device that of this thread. Before anything is enqueued by another thread than before."""
+    def lock(self, memory: U8) -> None:
+        """Keeps a whole buffer of the host's where it is, so that copies go at the link's full rate; does
+        nothing where that can't be or isn't worth it. It stays so until `close`."""
+
+    def trim(self) -> None:
+        """Gives back memory that is set aside but not in use."""
+
+    def lacks(self, error: BaseException) -> bool:
+        """Whether an error says that device memory is lacking."""
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """What this thread enqueues meanwhile goes to the device, in order."""
+
+    def copy(self, src: Rect, dst: Rect) -> None:
+        """Copies between host and device memory, beside the kernels; returns when it is done."""
+
+    def mark(self) -> Mark:
+        """A mark, not yet set."""
 
     def launch(self, launch: Launch) -> None:
         """Enqueues a kernel."""
@@ -37,6 +76,9 @@ class Driver(Protocol):
 
     def wait(self) -> None:
         """Until everything enqueued is through. Raises DeviceError when it failed."""
+
+    def close(self) -> None:
+        """Lets go of locked memory. Idempotent."""
 
 
 class GpuDriver:
@@ -61,22 +103,104 @@ class GpuDriver:
         code = np.frombuffer(cubin(f"sm_{found.major}{found.minor}"), np.uint8)
         self._module = self._check(driver.cuModuleLoadData(code.ctypes.data))
         self._functions: dict[str, Any] = {}
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream = torch.cuda.Stream(self._device)  # kernels
+        self._recorder = torch.cuda.Stream(self._device)
+        self._pool = torch.cuda.graph_pool_handle()  # graphs take turns: they share what they need
+        self._own = threading.local()  # copies: a stream and an event of each thread
+        self._locked: list[U8] = []
 
     def alloc(self, nbytes: int) -> Any:
+        torch = self._torch
         try:
-            with self._torch.cuda.device(self._device):
-                return self._torch.zeros(nbytes, dtype=self._torch.uint8, device=self._device)
-        except self._torch.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from None
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+            self.wait()  # copies don't wait for this stream
+            return memory
+        except torch.OutOfMemoryError:
+            free = torch.cuda.mem_get_info(self._device)[0]
+            raise MemoryError(f"{nbytes} bytes wanted, {free} free") from None
 
     def pinned(self, nbytes: int) -> U8:
-        memory: U8 = self._torch.zeros(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()
+        if nbytes < LARGE:
+            small: U8 = self._torch.zeros(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()
+            return small
+        self._enter()  # torch would take the next power of two
+        portable = self._cuda.CU_MEMHOSTALLOC_PORTABLE
+        address = self._check(self._cuda.cuMemHostAlloc(nbytes, portable))
+        raw = (ctypes.c_uint8 * nbytes).from_address(address)
+        weakref.finalize(raw, self._free, self._cuda, self._context, address)
+        memory: U8 = np.ctypeslib.as_array(raw)
+        memory[:] = 0
         return memory
 
-    def begin(self) -> None:
+    @staticmethod
+    def _free(cuda: Any, context: Any, address: int) -> None:
+        # whichever thread lets go of it last may be at work on another device
+        cuda.cuCtxPushCurrent(context)
+        cuda.cuMemFreeHost(address)
+        cuda.cuCtxPopCurrent()
+
+    def lock(self, memory: U8) -> None:
+        if memory.nbytes < LARGE:  # it has pages in common with who knows what
+            return
+        self._enter()
+        start, portable = memory.ctypes.data, self._cuda.CU_MEMHOSTREGISTER_PORTABLE
+        if LOCKS.take(start, lambda: self._cuda.cuMemHostRegister(start, memory.nbytes, portable)[0] == 0):
+            self._locked.append(memory)
+
+    def trim(self) -> None:
+        self._torch.cuda.empty_cache()
+
+    def lacks(self, error: BaseException) -> bool:
+        known = isinstance(error, MemoryError | self._torch.OutOfMemoryError)
+        return known or (isinstance(error, RuntimeError) and "out of memory" in str(error))
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        self._enter()
+        with self._torch.cuda.stream(self._stream):
+            yield
+
+    def _enter(self) -> None:
         # CUDA's runtime takes device 0 for granted in a new thread, its driver has none there
         self._check(self._cuda.cuCtxSetCurrent(self._context))
+
+    def copy(self, src: Rect, dst: Rect) -> None:
+        self._enter()
+        if not hasattr(self._own, "stream"):
+            self._own.stream = self._torch.cuda.Stream(self._device, priority=-1)
+            self._own.mark = self.mark(self._own.stream)
+        stream = self._own.stream.cuda_stream
+        if src.rows == 1 or src.stride == dst.stride == src.row_bytes:
+            self._check(self._flat(src, dst, src.rows * src.row_bytes, stream))
+        else:
+            self._check(self._cuda.cuMemcpy2DAsync(self._pitched(src, dst), stream))
+        self._own.mark.set()
+        self._own.mark.wait()
+
+    def _flat(self, src: Rect, dst: Rect, nbytes: int, stream: int) -> Any:
+        here, there = _address(src), _address(dst)
+        if isinstance(src.place.buffer, np.ndarray):
+            return self._cuda.cuMemcpyHtoDAsync(there, here, nbytes, stream)
+        if isinstance(dst.place.buffer, np.ndarray):
+            return self._cuda.cuMemcpyDtoHAsync(there, here, nbytes, stream)
+        return self._cuda.cuMemcpyAsync(there, here, nbytes, stream)
+
+    def _pitched(self, src: Rect, dst: Rect) -> Any:
+        """The description of a copy of rows that don't lie side by side."""
+        copy, kinds = self._cuda.CUDA_MEMCPY2D(), self._cuda.CUmemorytype
+        for end, rect in (("src", src), ("dst", dst)):
+            on_host = isinstance(rect.place.buffer, np.ndarray)
+            kind = kinds.CU_MEMORYTYPE_HOST if on_host else kinds.CU_MEMORYTYPE_UNIFIED
+            setattr(copy, f"{end}MemoryType", kind)
+            setattr(copy, f"{end}{'Host' if on_host else 'Device'}", _address(rect))
+            setattr(copy, f"{end}Pitch", rect.stride)
+        copy.WidthInBytes, copy.Height = src.row_bytes, src.rows
+        return copy
+
+    def mark(self, stream: Any = None) -> Mark:
+        self._enter()
+        return _Event(self, (stream or self._stream).cuda_stream)
 
     def launch(self, launch: Launch) -> None:
         cuda = self._cuda
@@ -103,7 +227,7 @@ class GpuDriver:
         if name not in self._functions:
             function = self._check(self._cuda.cuModuleGetFunction(self._module, name.encode()))
             most = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            if shared or name.startswith(("linear_", "attention_")):
+            if shared or name.startswith(("linear_", "attention_", "walk")):
                 static = self._check(
                     self._cuda.cuFuncGetAttribute(
                         self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function
@@ -115,20 +239,92 @@ class GpuDriver:
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         graph = self._torch.cuda.CUDAGraph()
-        with self._torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+        capture = self._torch.cuda.graph(
+            graph, pool=self._pool, stream=self._recorder, capture_error_mode="thread_local"
+        )
+        with capture:
             work()
         replay: Callable[[], None] = graph.replay
         return replay
 
     def wait(self) -> None:
-        try:
-            self._torch.cuda.current_stream(self._device).synchronize()
-        except RuntimeError as error:
-            raise DeviceError(f"{self._device}: {error}") from None
+        self._enter()
+        self._check(self._cuda.cuStreamSynchronize(self._stream.cuda_stream))
+
+    def close(self) -> None:
+        locked, self._locked = self._locked, []
+        if locked:
+            self._enter()
+        for memory in locked:
+            LOCKS.give_back(memory.ctypes.data, self._cuda.cuMemHostUnregister)
 
     def _check(self, answer: Sequence[Any]) -> Any:
-        """The result of a driver call. Raises DeviceError with CUDA's name of the error."""
+        """The result of a driver call. Raises MemoryError, or DeviceError with CUDA's name of the error."""
         error, *result = answer
+        if error == self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise MemoryError(f"{self._device}: {error.name}")
         if error != self._cuda.CUresult.CUDA_SUCCESS:
             raise DeviceError(f"{self._device}: {error.name}")
         return result[0] if result else None
+
+
+class _Event:
+    """A mark in a stream: an event of CUDA's."""
+
+    def __init__(self, driver: GpuDriver, stream: int) -> None:
+        self._driver, self._cuda, self._stream = driver, driver._cuda, stream
+        flags = self._cuda.CUevent_flags
+        # a thread that waits long sleeps: the cores are the CPU's
+        kind = flags.CU_EVENT_BLOCKING_SYNC | flags.CU_EVENT_DISABLE_TIMING
+        self._event = driver._check(self._cuda.cuEventCreate(kind))
+        weakref.finalize(self, self._cuda.cuEventDestroy, self._event)
+
+    def set(self) -> None:
+        self._driver._check(self._cuda.cuEventRecord(self._event, self._stream))
+
+    def through(self) -> bool:
+        answer = self._cuda.cuEventQuery(self._event)
+        if answer[0] == self._cuda.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        self._driver._check(answer)
+        return True
+
+    def wait(self) -> None:
+        for _ in range(SPINS):
+            if self.through():
+                return
+        self._driver._check(self._cuda.cuEventSynchronize(self._event))
+
+
+class _Locks:
+    """Host memory that is page-locked, by its first address, and how many programs want it so."""
+
+    def __init__(self) -> None:
+        self._count: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def take(self, start: int, lock: Callable[[], bool]) -> bool:
+        """Whether it is locked: by `lock` if nobody has done that before."""
+        with self._lock:
+            if start not in self._count and not lock():
+                return False
+            self._count[start] = self._count.get(start, 0) + 1
+            return True
+
+    def give_back(self, start: int, unlock: Callable[[int], Any]) -> None:
+        """Unlocks it when nobody else wants it."""
+        with self._lock:
+            self._count[start] -= 1
+            if not self._count[start]:
+                del self._count[start]
+                unlock(start)
+
+
+LOCKS = _Locks()
+
+
+def _address(rect: Rect) -> int:
+    """Where a rectangle begins."""
+    buffer = rect.place.buffer
+    start = buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.data_ptr()
+    return int(start) + rect.place.offset + rect.offset

@@ -22,6 +22,7 @@ from flashrt.ir.ops import (
 from flashrt.layouts import LAYOUTS
 
 KIND = "gpu"
+STORED = ("f32", "f16", "bf16", "q4.16x32", "q4m.16x32", "q8.16x32")  # layouts that kernels read
 ROUNDED = ("q4.16x32", "q4m.16x32", "q8.16x32", "bf16")  # layouts whose products take bf16 activations
 _PLAIN = (
     "rms_norm", "layer_norm", "rope_table", "rope", "gated", "activation",
@@ -31,11 +32,11 @@ _PLAIN = (
 
 def offered() -> tuple[tuple[str, str], ...]:
     """(kernel, numerics) pairs as dispatches name them, epilogues included."""
-    kinds = [(layout, LINEAR_EXACT) for layout in LAYOUTS] + [(layout, LINEAR_BF16) for layout in ROUNDED]
+    kinds = [(layout, LINEAR_EXACT) for layout in STORED] + [(layout, LINEAR_BF16) for layout in ROUNDED]
     kinds += [(layout, LINEAR_I8) for layout in ROUNDED if LAYOUTS[layout].bits]
     return (
         *((f"linear.{layout}{e}", numerics) for layout, numerics in kinds for e in EPILOGUES),
-        *((f"embedding.{layout}", EXACT) for layout in LAYOUTS),
+        *((f"embedding.{layout}", EXACT) for layout in STORED),
         *((name, EXACT) for name in _PLAIN),
         *(("attention", n) for n in (ATTENTION_EXACT, ATTENTION_CACHED, ATTENTION_BF16)),
         ("kv_write", EXACT),

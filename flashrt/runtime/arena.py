@@ -8,8 +8,9 @@ handed (`flashrt.backend.Memory`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from flashrt.backend import I64, U8, BlockSource, OpenDevice, Place, Remote
+from flashrt.backend import I64, U8, BlockSource, OpenDevice, Place, Rect, Remote
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
 from flashrt.ir.bounds import Bounds
@@ -64,7 +65,6 @@ class Residents:
     """Resident blocks and states on open devices; filled from a block source.
 
     streams: the variants, which take turns: they use one arena and one ring of each device.
-    held: bytes reserved so far, by device and owner.
     """
 
     def __init__(
@@ -77,7 +77,11 @@ class Residents:
         self.devices, self.source, self.env = devices, source, env
         self._kept: dict[Shared, list[tuple[Extent, Place]]] = {}
         self._states: dict[tuple[str, str], Place] = {}
-        self.held: dict[tuple[str, Owner], int] = {}
+        self._held: dict[tuple[str, Owner], int] = {}
+        self._codes: list[tuple[str, Any]] = []  # those that say themselves what they hold
+        self._remotes = {id: d for id, d in devices.items() if isinstance(d, Remote)}
+        self._streams = streams
+        self._ways: dict[tuple[str, Weight, int, int], list[Place]] = {}  # as `_pieces` has them
         self._largest: dict[tuple[str, Owner], int] = {}
         self._common: dict[tuple[str, Owner], Place] = {}
         for stream in streams:
@@ -92,6 +96,14 @@ class Residents:
     def states(self) -> Mapping[tuple[str, str], Place]:
         """(state, device) → where it lies."""
         return self._states
+
+    @property
+    def held(self) -> dict[tuple[str, Owner], int]:
+        """Bytes reserved by now, by device and owner. For any thread."""
+        found = dict(self._held)
+        for device, code in list(self._codes):
+            found[device, "workspace"] = found.get((device, "workspace"), 0) + code.held
+        return found
 
     def estate(self) -> Estate:
         """What lies in the host's memory now, and stays there as long as somebody has it."""
@@ -118,11 +130,12 @@ class Residents:
         """The stream's resident blocks and their memory, loaded unless an earlier variant loaded them.
 
         Devices of one pool have one copy of what they share. What the first variant needs of a pool lies in
-        one piece: large pages then cover it.
+        one piece: large pages then cover it. So does what host devices keep in other variants and this one
+        brings to the memory of another device in each step: it is copied from there.
         """
         weights = {w.name: w for w in stream.weights}
         resident = [b for b in stream.blocks if b.home == "resident"]
-        extents = self._extents(resident, weights)
+        extents = self._extents([*self._lent(stream, weights), *((weights[b.name], b) for b in resident)])
         self._take_over(extents)
         if not self._kept:
             self._load_in_one_piece(extents)
@@ -130,6 +143,7 @@ class Residents:
             if self._find(weight, pool, extent.lo, extent.hi) is None:
                 nbytes = block_bytes(weight, extent.lo, extent.hi)
                 self._load(weight, pool, extent, self.reserve(extent.device, nbytes, "weights"))
+        self._lock(stream, weights)
         for block in resident:
             place = self._find(weights[block.name], self._pool(block.device), block.lo, block.hi)
             assert place is not None, block
@@ -157,11 +171,37 @@ class Residents:
         """What a device's memory is part of."""
         return self.devices[device].spec.pool or device
 
-    def _extents(self, blocks: Sequence[micro.Block], weights: Mapping[str, Weight]) -> dict[Shared, Extent]:
+    def _streaming(self, stream: micro.Stream) -> Iterator[micro.Block]:
+        """Blocks that come and go in memory which the host doesn't see."""
+        return (b for b in stream.blocks if b.home == "ring" and b.device in self._remotes)
+
+    def _lent(
+        self, stream: micro.Stream, weights: Mapping[str, Weight]
+    ) -> Iterator[tuple[Weight, micro.Block]]:
+        """What some variant keeps in the host's memory of the weights that this one streams elsewhere."""
+        wanted = {weights[b.name] for b in self._streaming(stream)}
+        for other in self._streams if wanted else ():
+            its = {w.name: w for w in other.weights}
+            for block in other.blocks:
+                here = block.home == "resident" and block.device not in self._remotes
+                if here and its[block.name] in wanted:
+                    yield its[block.name], block
+
+    def _lock(self, stream: micro.Stream, weights: Mapping[str, Weight]) -> None:
+        """Keeps the host's memory where it is from which the stream's blocks are copied in each step."""
+        found: dict[tuple[str, int], Any] = {}
+        for block in self._streaming(stream):
+            for place in self._pieces(block.device, weights[block.name], block.lo, block.hi):
+                if _on_host(place):
+                    found[block.device, id(place.buffer)] = place.buffer
+        for (device, _), buffer in found.items():
+            self._remotes[device].lock(buffer)
+
+    def _extents(self, blocks: Iterable[tuple[Weight, micro.Block]]) -> dict[Shared, Extent]:
         """For each weight and pool: the rows that its devices keep, all together."""
         found: dict[Shared, Extent] = {}
-        for block in blocks:
-            key = (weights[block.name], self._pool(block.device))
+        for weight, block in blocks:
+            key = (weight, self._pool(block.device))
             lo, hi, device = found.get(key, Extent(block.lo, block.hi, block.device))
             found[key] = Extent(min(lo, block.lo), max(hi, block.hi), device)
         return found
@@ -219,17 +259,36 @@ class Residents:
     def reserve(self, device: str, nbytes: int, owner: Owner = "activations") -> Place:
         """Fresh memory of a device. Raises DeviceError when there is none left."""
         try:
-            place = Place(self.devices[device].reserve(max(nbytes, 1)), 0, nbytes)
+            place = Place(self._reserved(device, max(nbytes, 1), owner), 0, nbytes)
             self._count(device, owner, nbytes)
             return place
-        except MemoryError:
+        except MemoryError as error:
+            told = f" ({error})" if device in self._remotes else ""
             raise DeviceError(
-                f"{device} has no room for {nbytes / 1e9:.1f} GB more", hint="open it with fewer pages"
+                f"{device} has no room for {nbytes / 1e9:.1f} GB more{told}", hint="open it with fewer pages"
             ) from None
 
-    def count_code(self, device: str, code: object) -> None:
-        """Counts the arrays that loaded code keeps for itself: tables, scratch of its threads."""
-        self._count(device, "workspace", _array_bytes(code))
+    def _reserved(self, device: str, nbytes: int, owner: Owner) -> Any:
+        """A buffer. Results of a host device beside one that the host doesn't see cross over to that: they
+        lie where it copies at the link's full rate, if there is such memory."""
+        remote = next(iter(self._remotes.values()), None)
+        if owner == "activations" and remote is not None and device not in self._remotes:
+            with suppress(MemoryError):
+                return remote.pinned(nbytes)
+        return self.devices[device].reserve(nbytes)
+
+    def count_code(self, device: str, code: Any) -> None:
+        """Counts what loaded code keeps for itself: its arrays, such as tables and scratch of threads, or
+        what it says itself, by then."""
+        if hasattr(code, "held"):
+            self._codes.append((device, code))
+        else:
+            self._count(device, "workspace", _array_bytes(code))
+
+    def forget_code(self, codes: Collection[Any]) -> None:
+        """What says itself what it holds is over."""
+        gone = set(map(id, codes))
+        self._codes = [(device, code) for device, code in self._codes if id(code) not in gone]
 
     def for_input(self, device: str, nbytes: int) -> Place:
         """Memory for an input, which the host writes: the device's, or pinned where the host can't see it."""
@@ -239,20 +298,41 @@ class Residents:
         return self.reserve(device, nbytes)
 
     def _count(self, device: str, owner: Owner, nbytes: int) -> None:
-        self.held[device, owner] = self.held.get((device, owner), 0) + nbytes
+        self._held[device, owner] = self._held.get((device, owner), 0) + nbytes
 
     def clear(self) -> None:
         """Drops all memory."""
         self.let_go()
         self._kept.clear()
+        self._ways.clear()
         self._states.clear()
         self._common.clear()
-        self.held.clear()
+        self._held.clear()
+        self._codes.clear()
+
+    def _pieces(self, device: str, weight: Weight, lo: int, hi: int) -> Sequence[Place]:
+        """Where rows [lo, hi) lie, piece by piece, in the host's memory or on the device; empty when not all
+        of them do."""
+        key = (device, weight, lo, hi)
+        if not self._ways.get(key):
+            pools = {d.spec.pool or id for id, d in self.devices.items() if id not in self._remotes}
+            rows = [x for pool in sorted({self._pool(device), *pools})
+                    for x in list(self._kept.get((weight, pool), ()))]  # fmt: skip
+            self._ways[key] = _covered(rows, weight, lo, hi)
+        return self._ways[key]
 
     def fill(self, device: str, weight: Weight, lo: int, hi: int, place: Place) -> None:
-        """Reads rows [lo, hi) of a weight from the source into a place."""
+        """Brings rows [lo, hi) of a weight to a place: from where they lie already, else from the source."""
         if isinstance(place.buffer, np.ndarray):
             self.source.read(weight, lo, hi, host_view(place))
+            return
+        if pieces := self._pieces(device, weight, lo, hi):
+            at = place.offset
+            for piece in pieces:
+                there = Place(place.buffer, at, piece.bytes)
+                row = (0, 1, piece.bytes, piece.bytes)
+                self.devices[device].copy(Rect(piece, *row), Rect(there, *row))
+                at += piece.bytes
             return
         staging = np.empty(place.bytes, np.uint8)
         self.source.read(weight, lo, hi, staging)
@@ -270,6 +350,20 @@ def _within(kept: Iterable[tuple[Extent, Place]], weight: Weight, lo: int, hi: i
             before = block_bytes(weight, extent.lo, lo)
             return Place(place.buffer, place.offset + before, block_bytes(weight, lo, hi))
     return None
+
+
+def _covered(kept: Sequence[tuple[Extent, Place]], weight: Weight, lo: int, hi: int) -> list[Place]:
+    """Rows [lo, hi), piece by piece, from what is kept of a weight; empty where some are missing."""
+    found, first = list[Place](), lo
+    while lo < hi:
+        end = min(hi, max((extent.hi for extent, _ in kept if extent.lo <= lo), default=lo))
+        place = _within(kept, weight, lo, end)
+        if end <= lo or place is None:
+            return []
+        found.append(place)
+        lo = end
+    whole = sum(place.bytes for place in found) == block_bytes(weight, first, hi)
+    return found if whole else []  # pieces that end within a group of rows
 
 
 def _array_bytes(code: object) -> int:
@@ -354,10 +448,14 @@ class StreamMemory:
         """The ring memory a block is prefetched into."""
         return self._rings[self._blocks[block.name, block.device]]
 
-    def arenas(self) -> Iterable[Place]:
-        """Every piece of activation memory, for poisoning between steps: all but the inputs."""
+    def arenas(self) -> Iterable[tuple[str, Place]]:
+        """Every piece of activation memory and its device, for poisoning between steps: all but inputs."""
         slots = {s.id: s for s in self.stream.slots}
-        return [place for slot, place in self._slots.items() if not slots[root_of(slot, slots)].input]
+        return [
+            (slots[slot].device, place)
+            for slot, place in self._slots.items()
+            if not slots[root_of(slot, slots)].input
+        ]
 
     def clear_ring(self) -> None:
         """Forgets every ring block: after an aborted step nothing there can be trusted."""

@@ -18,20 +18,18 @@ from typing import Any, assert_never
 
 import numpy as np
 
-from flashrt.backend import ABORT, I64, Compute, OpenDevice, Rect, Remote
-from flashrt.errors import DeviceError
+from flashrt.backend import ABORT, I64, Compute, OpenDevice, Pause, Place, Rect, Remote
+from flashrt.errors import DeviceError, ProgramError
 from flashrt.ir import micro
 from flashrt.ir.ops import EXACT
 from flashrt.ir.order import loaded_at_start
-from flashrt.ir.types import DTYPES, product, size
-from flashrt.runtime.arena import Residents, StreamMemory
+from flashrt.ir.types import DTYPES, product, size, symbols_of
+from flashrt.runtime.arena import Residents, StreamMemory, host_view
 from flashrt.runtime.idle import Rests
 from flashrt.runtime.step import Arrays, StepWriter, read_output
 from flashrt.runtime.trace import StepTrace
 
 COMPUTE = "compute"
-SPINS = 200  # polls before a waiting Python lane gives up its time slice
-NAP = 20e-6  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +68,7 @@ class Executor:
         self._outputs = {o.name: int(o.value.removeprefix("%")) for o in stream.outputs}
         self._types = {s.id: s.type for s in stream.slots}
         self._blocks = {(b.name, b.device): b for b in stream.blocks}
+        self._codes: list[Any] = []
         self._carried = [self._blocks[key] for key in sorted(loaded_at_start(stream))]
         self._env: Mapping[str, int] = {}
         self._error: BaseException | None = None
@@ -121,8 +120,8 @@ class Executor:
             self._make_ready()
         if self.poison:
             self.drain()
-            for place in self.memory.arenas():
-                place.buffer[place.offset : place.offset + place.bytes] = 0xFF
+            for device, place in self.memory.arenas():
+                self._spoil(device, place)
         self._env = self._writer.write(arrays, {**env, **self._residents.env})
         begun = time.perf_counter_ns()
         with self._stopped_on_failure():
@@ -249,6 +248,8 @@ class Executor:
 
     def close(self) -> None:
         """Ends the lane threads and lets go of loaded code and of the memory it runs in. Idempotent."""
+        self._residents.forget_code(self._codes)
+        self._codes = []
         for lane in self._lanes:
             lane.stop()
             lane.units = []  # they know the executor: nothing would be freed before the next collection
@@ -286,15 +287,33 @@ class Executor:
         first = instrs[0]
         if isinstance(first, micro.Dispatch | micro.Quantize | micro.Bias):
             compute = [i for i in instrs if isinstance(i, Compute)]
-            on_host = any(isinstance(i, micro.Dispatch) and i.kernel.startswith("host.") for i in compute)
-            device = self.host if on_host else self.devices[first.device]
-            assert device is not None, "a program with host rows has a host"
+            device = self._runs(compute)
             code = device.load(compute, self.memory)
+            self._codes.append(code)
             self._residents.count_code(first.device, code)
             return Unit(tuple(indices), lambda e: device.run(code, e), lambda: device.stamps(code))
-        return self._moving_unit(indices[0], first)
+        work = self._transfer(first) if isinstance(first, micro.Transfer) else partial(self._move, first)
+        return self._moving_unit(indices[0], first, work)
 
-    def _moving_unit(self, index: int, instr: micro.Prefetch | micro.Evict | micro.Transfer) -> Unit:
+    def _runs(self, instrs: Sequence[Compute]) -> OpenDevice:
+        """The device that runs instructions loaded together: their own, or the reference for host rows."""
+        device = self.devices[instrs[0].device]
+        row = next(
+            (i.kernel for i in instrs if isinstance(i, micro.Dispatch) and i.kernel[:5] == "host."), None
+        )
+        if row is None:
+            return device
+        if isinstance(device, Remote):
+            raise ProgramError(
+                f"{row} stands on {device.spec.id}: it runs in the host's memory",
+                hint="place it on a host device, such as cpu:0, with transfers before and behind it",
+            )
+        assert self.host is not None, "a program with host rows has a host"
+        return self.host
+
+    def _moving_unit(
+        self, index: int, instr: micro.Prefetch | micro.Evict | micro.Transfer, work: Callable[[], None]
+    ) -> Unit:
         stamps = np.zeros((1, 3), np.int64)
 
         def run(epoch: int) -> None:
@@ -302,7 +321,7 @@ class Executor:
             for wait in instr.waits:
                 self._await(wait, epoch)
             stamps[0, 1] = time.perf_counter_ns()
-            self._move(instr)
+            work()
             if instr.signals is not None:
                 self.memory.ticks[instr.signals] = epoch
             stamps[0, 2] = time.perf_counter_ns()
@@ -310,15 +329,33 @@ class Executor:
         return Unit((index,), run, lambda: stamps)
 
     def _await(self, wait: micro.Wait, epoch: int) -> None:
-        spins = 0
+        pause = Pause()
         while self.memory.ticks[wait.tick] < epoch + wait.step:
             if self.memory.words[ABORT]:
                 raise DeviceError("interrupted")
-            spins += 1
-            if spins > SPINS:
-                time.sleep(NAP)
+            pause()
 
-    def _move(self, instr: micro.Prefetch | micro.Evict | micro.Transfer) -> None:
+    def _transfer(self, instr: micro.Transfer) -> Callable[[], None]:
+        """What copies a slot: where from and to is worked out when a size that it depends on has changed."""
+        copier = self._copier(instr)
+        names = sorted(self._symbols(instr.src) | self._symbols(instr.dst))
+        known: list[tuple[list[int], Rect, Rect]] = []
+
+        def run() -> None:
+            at = [self._env[name] for name in names]
+            if not known or known[0][0] != at:
+                known[:] = [(at, self._rect(instr.src), self._rect(instr.dst))]
+            _, src, dst = known[0]
+            if src.row_bytes and src.rows:
+                copier.copy(src, dst)
+
+        return run
+
+    def _symbols(self, ref: micro.SlotRef) -> set[str]:
+        dims = [*self._types[ref.slot].shape, *(d for d in (ref.lo, ref.hi) if d is not None)]
+        return {name for dim in dims for name in symbols_of(dim)}
+
+    def _move(self, instr: micro.Prefetch | micro.Evict) -> None:
         match instr:
             case micro.Prefetch():
                 self._load(self._blocks[instr.block, instr.device])
@@ -326,14 +363,16 @@ class Executor:
                 block = self._blocks[instr.block, instr.device]
                 self.memory.place(block, None)
                 if self.poison:
-                    ring = self.memory.ring(block)
-                    ring.buffer[ring.offset : ring.offset + ring.bytes] = 0xFF
-            case micro.Transfer():
-                src, dst = self._rect(instr.src), self._rect(instr.dst)
-                if src.row_bytes and src.rows:
-                    self._copier(instr).copy(src, dst)
+                    self._spoil(block.device, self.memory.ring(block))
             case _:
                 assert_never(instr)
+
+    def _spoil(self, device: str, place: Place) -> None:
+        """Fills memory with NaN patterns."""
+        if isinstance(place.buffer, np.ndarray):
+            host_view(place)[:] = 0xFF
+        else:
+            self.devices[device].write(np.full(place.bytes, 0xFF, np.uint8), place)
 
     def _copier(self, instr: micro.Transfer) -> OpenDevice:
         """The end of a copy that can reach the other one's memory."""

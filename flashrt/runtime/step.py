@@ -70,7 +70,7 @@ def _relied_on(
 ) -> Iterator[tuple[micro.Arg, Dim, str]]:
     """(argument, its largest value, what it is)."""
     args = instr.args
-    match instr.kernel.removeprefix("host.").partition(".")[0]:
+    match instr.kernel.removeprefix("host.").partition("+")[0].partition(".")[0]:
         case "embedding":
             yield args[0], shape(args[1])[0] - 1, "token id"
         case "rows":

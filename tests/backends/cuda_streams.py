@@ -68,7 +68,7 @@ def run(
     memory = DeviceMemory(read_micro(cpu_streams.HEAD + text), {"cpu:0": device}, env, pages=env.get("P", 8))
     memory.device = device
     for place in memory.places.values():
-        place.buffer[:] = 0xFF
+        device.write(np.full(len(place.buffer), 0xFF, np.uint8), Place(place.buffer, 0, len(place.buffer)))
     for slot, value in values.items():
         memory.put(slot, value)
     for name, data in (blocks or {}).items():

@@ -253,9 +253,9 @@ def test_columns_of_packed_weights(layout: object) -> None:
     if found.element is not None:
         data = pack_plain(found, rng.standard_normal((n, k)))
     else:
-        q = rng.integers(0, 15, (n, k // 32, 32))
-        halves = rng.uniform(0.1, 1, (2, n, k // 32)).astype(np.float16)
-        data = pack_quants(found, q, halves[0], halves[1] if found.minimum else None)
+        q = rng.integers(0, 15, (n, found.blocks(k), found.block))
+        scales = rng.uniform(0.1, 1, (2, *q.shape[:2])).astype(found.number)
+        data = pack_quants(found, q, scales[0], scales[1] if found.minimum else None)
     mine = columns(found, data, k, lo, hi)
     np.testing.assert_array_equal(unpack(found, mine, n, hi - lo), unpack(found, data, n, k)[:, lo:hi])
 

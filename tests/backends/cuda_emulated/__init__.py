@@ -9,14 +9,20 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
+import time
+import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 
-from flashrt.backend import U8
+from flashrt.backend import U8, Rect
 from flashrt.backends.cuda.args import Launch
 from flashrt.backends.cuda.compile import source
 from flashrt.backends.cuda.operands import Limits
@@ -29,8 +35,9 @@ def _entries(text: str) -> list[tuple[str, str]]:
     """(kernel, struct of its arguments)."""
     plain = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\((\w+) \w\)', text)
     linear = [(n, "LinearArgs") for n in re.findall(r"^LINEAR\((\w+), \d", text, re.M)]
+    walks = [(f"walk_{n}", "WalkArgs") for n in re.findall(r"^WALK\((\w+), \d", text, re.M)]
     heads = [(f"attention_{g}_{p}", "AttentionArgs") for g, p in re.findall(r"ATTENTION\((\d), (\d)\)", text)]
-    return [(n, s) for n, s in plain if n not in ("name", "attention_")] + linear + heads
+    return [(n, s) for n, s in plain if n not in ("name", "attention_")] + linear + walks + heads
 
 
 @cache
@@ -56,22 +63,67 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(built))
 
 
-class EmulatedDriver:
-    """`flashrt.backends.cuda.driver.Driver` without a GPU. launches: kernels run so far."""
+class Reached:
+    """A mark of a device that is through at once."""
 
-    def __init__(self, index: int = 0) -> None:
+    def set(self) -> None:
+        pass
+
+    def through(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class EmulatedDriver:
+    """`flashrt.backends.cuda.driver.Driver` without a GPU.
+
+    most: bytes that it has. launches: kernels run so far. used: bytes in use; locked: of the host's memory.
+    copies: bytes from the host, to the host, and within the device. recorded: graphs made.
+    """
+
+    def __init__(self, index: int = 0, most: int = 1 << 40) -> None:
         self.limits = Limits(processors=4, shared=227 << 10, shared_all=228 << 10)
         self.launches: list[str] = []
+        self.most, self.used, self.recorded = most, 0, 0
+        self.locked: list[U8] = []
+        self.copies: dict[str, list[int]] = {"up": [], "down": [], "across": []}
 
     def alloc(self, nbytes: int) -> Any:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        if self.used + nbytes > self.most:
+            raise MemoryError(f"{nbytes} bytes wanted, {self.most - self.used} free")
+        self.used += nbytes
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        weakref.finalize(memory.untyped_storage(), self._freed, nbytes)
+        return memory
+
+    def _freed(self, nbytes: int) -> None:
+        self.used -= nbytes
 
     def pinned(self, nbytes: int) -> U8:
         memory: U8 = torch.zeros(nbytes, dtype=torch.uint8).numpy()
         return memory
 
-    def begin(self) -> None:
+    def lock(self, memory: U8) -> None:
+        self.locked.append(memory)
+
+    def trim(self) -> None:
         pass
+
+    def lacks(self, error: BaseException) -> bool:
+        return isinstance(error, MemoryError)
+
+    def at_work(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def copy(self, src: Rect, dst: Rect) -> None:
+        up, down = (isinstance(rect.place.buffer, np.ndarray) for rect in (src, dst))
+        self.copies["up" if up else "down" if down else "across"].append(src.rows * src.row_bytes)
+        _bytes(dst).copy_(_bytes(src))
+
+    def mark(self) -> Reached:
+        return Reached()
 
     def launch(self, launch: Launch) -> None:
         self.launches.append(launch.kernel)
@@ -79,10 +131,73 @@ class EmulatedDriver:
         assert launch.shared <= self.limits.shared, launch
         x, y, z = launch.grid
         args = ctypes.create_string_buffer(launch.args, len(launch.args))
-        library().emulate(call, args, x, y, z, launch.threads)
+        together = launch.kernel.startswith("walk")  # its blocks wait for each other
+        library().emulate(call, args, x, y, z, launch.threads, together)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.recorded += 1
         return work
 
     def wait(self) -> None:
         pass
+
+    def close(self) -> None:
+        self.locked.clear()
+
+
+class LateMark:
+    """A mark in the order of kernels that run late."""
+
+    def __init__(self, queue: SimpleQueue[Callable[[], object] | None]) -> None:
+        self._queue, self._reached = queue, threading.Event()
+
+    def set(self) -> None:
+        self._reached = threading.Event()
+        self._queue.put(self._reached.set)
+
+    def through(self) -> bool:
+        return self._reached.is_set()
+
+    def wait(self) -> None:
+        self._reached.wait()
+
+
+class LateDriver(EmulatedDriver):
+    """Kernels run in order on a thread of their own, each a while after it was enqueued; copies run at once.
+    For kernels only: what a library does would run at once, too."""
+
+    def __init__(self, lag: float = 1e-4) -> None:
+        super().__init__()
+        self._lag = lag
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            time.sleep(self._lag)
+            work()
+
+    def launch(self, launch: Launch) -> None:
+        self._queue.put(lambda: super(LateDriver, self).launch(launch))
+
+    def mark(self) -> LateMark:  # type: ignore[override]
+        return LateMark(self._queue)
+
+    def wait(self) -> None:
+        mark = self.mark()
+        mark.set()
+        mark.wait()
+
+    def close(self) -> None:
+        super().close()
+        self._queue.put(None)
+        self._thread.join()
+
+
+def _bytes(rect: Rect) -> Any:
+    """A rectangle as a tensor [rows, row_bytes]: a view."""
+    buffer, start = rect.place.buffer, rect.place.offset + rect.offset
+    flat = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
+    last = max(0, rect.rows - 1) * rect.stride + rect.row_bytes
+    return flat[start : start + last].as_strided((rect.rows, rect.row_bytes), (rect.stride, 1))

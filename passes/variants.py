@@ -1,0 +1,135 @@
+"""All variants of a plan: where a GPU is too small for the model, what small and large steps do about it.
+
+Small steps are memory-bound: what doesn't fit the GPU is computed where it lies, by the processor. Large ones
+are bound by arithmetic: the same weights pass through the GPU. For that, the first variant leaves it room for
+a ring, and state lies on the GPU, if it can. Whether all this pays is judged by a prompt and its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from flashrt.errors import PlanError
+from flashrt.ir import logical
+from flashrt.layouts import aligned
+from flashrt.machine import Machine
+from flashrt.passes.budget import HOSTS, state_bytes
+from flashrt.passes.cost import block_bytes
+from flashrt.passes.lending import PASSED, ring_bytes
+from flashrt.passes.pipeline import Check, Options, Planned, plan, reserve, step_time
+from flashrt.passes.task import Earlier
+
+PROMPT, ANSWER = 2048, 128  # tokens of the request by which manners are compared
+FIRST = 0.1  # of its time, that a ring and state beside it are worth: prompts and contexts may be longer
+LOOKUPS = ("embedding",)  # operations that read some rows of a weight: it may stay in the host's memory
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A graph prepared for one range of `T`, and how to plan it."""
+
+    name: str
+    graph: logical.Graph
+    options: Options
+    check: Check
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How variants take turns. rings: device → bytes that the first one leaves for weights that pass.
+
+    home: the device that states are to be on; "" for wherever it is best. devices: those to choose from, as
+    `Options` has them.
+    """
+
+    rings: Mapping[str, int] = field(default_factory=dict)
+    home: str = ""
+    devices: tuple[str, ...] | None = None
+
+
+def plan_all(variants: Sequence[Variant], machine: Machine, manner: Manner) -> dict[str, Planned]:
+    """Plans the variants one after the other, by name: the first decides where state and weights lie.
+
+    Raises PlanError when one of them can't be planned.
+    """
+    results = reserve([v.graph for v in variants], machine)
+    beside = {d: n + manner.rings.get(d, 0) for d, n in results.items()}
+    earlier = Earlier((), beside if len(variants) > 1 else results, manner.home, bool(manner.rings))
+    planned: dict[str, Planned] = {}
+    for v in variants:
+        own = replace(v.options, earlier=earlier, devices=manner.devices or v.options.devices)
+        planned[v.name] = made = plan(v.graph, machine, own, check=v.check)
+        earlier = Earlier((*earlier.graphs, made.physical), results)
+    return planned
+
+
+def choose(variants: Sequence[Variant], machine: Machine) -> tuple[Manner, int | None]:
+    """The manner in which a prompt and its answer take the least time, and the largest step that the first
+    variant runs sooner than the second; None where weights pass through no device."""
+    gpu = _too_small(variants, machine)
+    if gpu is None:
+        return Manner(), None
+    quiet = [replace(v, check=lambda name, value: None) for v in variants]
+    found = list(_tried(quiet, machine, gpu))
+    if not found:
+        return Manner(), None
+    _, manner, planned = min(found, key=lambda f: f[0])
+    small, large = (planned[v.name] for v in variants)
+    passes = any(device == gpu for device, _ in large.stream.rings)
+    return manner, _border(small, large, machine) if passes else None
+
+
+def _too_small(variants: Sequence[Variant], machine: Machine) -> str | None:
+    """The one GPU, if the model doesn't fit it and there is a processor that could compute the rest."""
+    gpus = [d for d in machine.devices if d.kind in PASSED]
+    hosts = [d for d in machine.devices if d.kind in HOSTS]
+    if len(variants) != 2 or len(gpus) != 1 or not hosts:
+        return None
+    graph = variants[0].graph
+    env = {s.name: s.hint for s in graph.symbols}
+    weights = {w.name: w for w in graph.weights}
+    used = {i[1:] for n in graph.nodes if n.op not in LOOKUPS for i in n.inputs if i[0] == "@"}
+    needed = sum(aligned(block_bytes(weights[name])) for name in used)
+    needed += sum(state_bytes(s, env) for s in graph.states)
+    needed += reserve([v.graph for v in variants], machine)[gpus[0].id]
+    return gpus[0].id if needed > gpus[0].budget else None
+
+
+def _tried(
+    variants: Sequence[Variant], machine: Machine, gpu: str
+) -> Iterator[tuple[float, Manner, dict[str, Planned]]]:
+    """What a prompt and its answer take, by manner: with a ring, and state on the GPU or, if it can't be,
+    wherever it is best; as if nothing passed through; each device alone."""
+    rings = {gpu: ring_bytes(variants[0].graph)}
+    alone = [(Manner(devices=(d.id,)),) for d in machine.devices]
+    for manners in ((Manner(rings, gpu), Manner(rings)), (Manner(),), *alone):
+        for manner in manners:
+            try:
+                planned = plan_all(variants, machine, manner)
+            except PlanError:
+                continue
+            small, large = (planned[v.name] for v in variants)
+            took = _request(small, large, machine)
+            yield took * (1 + FIRST * (manner == Manner())), manner, planned
+            break
+
+
+def _request(small: Planned, large: Planned, machine: Machine) -> float:
+    """Microseconds of a prompt and its answer."""
+    steps = max(1.0, PROMPT / _tokens(large)[1])
+    return steps * step_time(large.stream, machine) + ANSWER * step_time(small.stream, machine)
+
+
+def _tokens(planned: Planned) -> tuple[int, int]:
+    return next((s.lo, s.hi) for s in planned.logical.symbols if s.name == "T")
+
+
+def _border(small: Planned, large: Planned, machine: Machine) -> int:
+    """The most tokens of a step for which the first variant is sooner done, at least one."""
+    lo, hi = _tokens(small)[0], _tokens(large)[1] - 1
+    while lo < hi:
+        middle = (lo + hi + 1) // 2
+        first, second = (step_time(p.stream, machine, {"T": middle}) for p in (small, large))
+        lo, hi = (middle, hi) if first <= second else (lo, middle - 1)
+    return lo

@@ -1,0 +1,354 @@
+"""Plans over a GPU, real or emulated, and the CPU: the tokens of the reference, wherever the work stands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashrt.backend import Place, Rect
+from flashrt.backends.cpu import CpuBackend
+from flashrt.backends.cpu.device import huge
+from flashrt.backends.cuda import CudaDevice, code, missing
+from flashrt.backends.cuda.driver import LARGE, Driver, GpuDriver
+from flashrt.backends.cuda.kernels import offered
+from flashrt.backends.reference import ReferenceBackend
+from flashrt.compiler import CompileOptions, compile_model
+from flashrt.errors import DeviceError, ProgramError
+from flashrt.ir import laws, micro
+from flashrt.llm.generate import Generator
+from flashrt.llm.request import Request, Sampling
+from flashrt.machine import Device, Link, Machine, Measured
+from flashrt.passes import pipeline
+from flashrt.passes.pins import Pin
+from flashrt.program import Plan, Program, Variant
+from tests.generating import PAGES, Result
+from tests.tiny import CONTEXT, VOCAB, tiny_graph, tiny_import, tiny_source
+
+GRAPH = tiny_graph()
+OPTIONS = CompileOptions(tokens=64)
+TOKENS = 3
+
+
+def assumed(value: float) -> Measured:
+    return Measured(value, "assumed")
+
+
+def spec(kind: str, read: float = 1e8) -> Device:
+    """So slow that sharing pays even in a tiny model."""
+    kernels = {"gpu": offered(), "cpu": CpuBackend().kernels()}[kind]
+    return Device(
+        f"{kind}:0", kind, "test", 1 << 30, assumed(read), {"f32": assumed(1e12)}, assumed(0.1),
+        kernels=kernels, cores=1,
+    )  # fmt: skip
+
+
+def machine(*devices: Device) -> Machine:
+    pairs = [(a.id, b.id) for a in devices for b in devices if a is not b]
+    links = [Link(a, b, assumed(1e10), assumed(1.0)) for a, b in pairs]
+    links += [Link("disk", d.id, assumed(1e7), assumed(50.0)) for d in devices]
+    return Machine(devices, tuple(links))
+
+
+BOTH = machine(spec("gpu"), spec("cpu"))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.slow)],
+)
+def driver(request: pytest.FixtureRequest) -> Driver:
+    if request.param == "gpu":
+        if reason := missing():
+            pytest.skip(reason)
+        return GpuDriver(0)
+    if not missing():
+        pytest.skip("there is a GPU")
+    from tests.backends.cuda_emulated import COMPILER, EmulatedDriver
+
+    if COMPILER is None:
+        pytest.skip("no g++ to compile the emulated kernels")
+    return EmulatedDriver()
+
+
+def opened(plan: Plan, driver: Driver, source: Any = None) -> Program:
+    devices: dict[str, Any] = {}
+    for d in plan.machine.devices:
+        devices[d.id] = CudaDevice(d, driver) if d.kind == "gpu" else CpuBackend().open(d)
+    host = ReferenceBackend().open(replace(plan.machine.devices[-1], id="host", kind="reference"))
+    weights = source or tiny_source(GRAPH)
+    return Program(plan, devices, host, pages=PAGES, source=weights, poison=True)
+
+
+def checked(name: str, value: object) -> None:
+    if isinstance(value, micro.Stream):
+        laws.check(value, stage=name)
+
+
+def variant(name: str, lo: int, hi: int, where: Machine = BOTH, **options: Any) -> Variant:
+    made = pipeline.compile_graph(GRAPH, where, pipeline.Options(**options), check=checked)
+    return Variant.of(name, lo, hi, made.physical, replace(made.stream, name=name))
+
+
+def a_plan(*variants: Variant) -> Plan:
+    return Plan("tiny", "", "", {}, GRAPH, variants, BOTH, tiny_import().weights)
+
+
+@pytest.fixture(scope="module")
+def right() -> Result:
+    return reference(0.7)
+
+
+def reference(temperature: float) -> Result:
+    kind = ReferenceBackend()
+    one = replace(BOTH.devices[0], id="reference:0", kind="reference", kernels=kind.kernels())
+    plan = compile_model(tiny_import(), machine(one), OPTIONS)
+    with Program(plan, {one.id: kind.open(one)}, None, pages=PAGES, source=tiny_source(GRAPH)) as program:
+        return generated(program.call, temperature)
+
+
+def generated(call: Any, temperature: float = 0.7) -> Result:
+    """Two prompts in one step, then single tokens: tokens and logits of each. Few: threads are fibers."""
+    generator = Generator(call, context=CONTEXT, eos=(), pages=PAGES, max_tokens_per_step=16, max_sequences=2)
+    found: dict[str, tuple[list[int], list[bytes]]] = {}
+    for name, length in (("a", 3), ("b", 9)):
+        prompt = tuple((11 * i + length) % VOCAB for i in range(length))
+        sampling = Sampling(max_tokens=TOKENS, temperature=temperature, seed=length)
+        generator.add(Request(name, prompt, sampling, logits=True))
+        found[name] = [], []
+    done = {}
+    while not generator.idle:
+        for event in generator.step():
+            if event.logits is not None:
+                found[event.request][1].append(event.logits.tobytes())
+            if event.completion:
+                done[event.request] = event.completion.tokens
+    return [(done[name], b"".join(logits)) for name, (_, logits) in found.items()]
+
+
+def agree(got: Result, right: Result) -> None:
+    for (tokens, logits), (want, meant) in zip(got, right, strict=True):
+        a, b = (np.frombuffer(x, np.float32) for x in (logits, meant))
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+        assert tokens == want
+
+
+MLP_HERE = (Pin("layers.*.mlp", "cpu:0"), Pin("layers.*.self_attn", "gpu:0"))
+LAYER_HERE = (Pin("layers.0", "cpu:0"), Pin("layers.1", "gpu:0"))
+
+
+NONE_OFF, SOME_OFF = (), ("elide", "pack")
+
+
+@pytest.mark.parametrize(
+    "pins,off",
+    [(MLP_HERE, NONE_OFF), (MLP_HERE, SOME_OFF), (LAYER_HERE, tuple(pipeline.PERFORMANCE))],
+    ids=["products", "products, some passes", "layer, no passes"],
+)
+def test_fixed_sides(driver: Driver, right: Result, pins: tuple[Pin, ...], off: tuple[str, ...]) -> None:
+    plan = a_plan(variant("all", 1, 64, pins=pins, disabled=frozenset(off)))
+    assert {i.device for i in plan.variants[0].stream.instrs} == {"gpu:0", "cpu:0"}
+    with opened(plan, driver) as program:
+        agree(generated(program.call), right)
+
+
+def test_cuts_that_move(driver: Driver, right: Result) -> None:
+    plan = compile_model(tiny_import(), BOTH, OPTIONS)
+    splits = {v.name: v.physical.splits for v in plan.variants}
+    assert any(splits.values())
+    steps = iter(range(1 << 30))
+
+    def call(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
+        step, variant = next(steps), plan.variants[len(inputs["ids"]) > plan.variants[0].hi]
+        at = {s.name: s.positions[(step + k) % len(s.positions)] for k, s in enumerate(splits[variant.name])}
+        return program.call(inputs, {**symbols, **at})
+
+    with opened(plan, driver) as program:
+        agree(generated(call), right)
+
+
+def without(device: Device, *kernels: str) -> Device:
+    """A device that lacks some kernels."""
+    return replace(device, kernels=tuple(k for k in device.kernels if k[0].split(".")[0] not in kernels))
+
+
+def test_host_rows(driver: Driver, right: Result) -> None:
+    """What neither can run stands on the CPU, between transfers."""
+    where = machine(without(spec("gpu"), "gated"), without(spec("cpu"), "gated", "linear"))
+    plan = a_plan(variant("all", 1, 64, where))
+    rows = [i for i in plan.variants[0].stream.instrs if getattr(i, "kernel", "") == "host.gated"]
+    assert rows and {i.device for i in rows} == {"cpu:0"}
+    with opened(plan, driver) as program:
+        agree(generated(program.call), right)
+
+
+def test_a_host_row_on_a_gpu_is_refused(driver: Driver) -> None:
+    one = variant("all", 1, 64, devices=("gpu:0",))
+    instrs = tuple(
+        replace(i, kernel="host.gated", region=None)
+        if isinstance(i, micro.Dispatch) and i.kernel == "gated"
+        else i
+        for i in one.stream.instrs
+    )
+    plan = a_plan(replace(one, stream=replace(one.stream, instrs=instrs)))
+    with opened(plan, driver) as program, pytest.raises(ProgramError, match=r"host\.gated stands on gpu:0"):
+        program.open()
+
+
+def streaming() -> Plan:
+    """Small steps compute the feed-forward blocks on the CPU; large ones bring weights to the GPU, window by
+    window."""
+    small = variant("small", 1, 4, pins=MLP_HERE)
+    here = {b.name for b in small.stream.blocks if b.device == "cpu:0"}
+    large = variant("large", 5, 64, devices=("gpu:0",), weight_bytes={"gpu:0": 24_000}, window=1)
+    streamed = {b.name for b in large.stream.blocks if b.home == "ring"}
+    assert any("mlp" in name for name in streamed & here) and len(streamed) < len(large.stream.blocks)
+    return a_plan(small, large)
+
+
+def test_weights_stream_from_where_they_are_kept(
+    driver: Driver, right: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from the file, though a large step is the first one; and from memory that stays where it is."""
+    plan, source, locked = streaming(), tiny_source(GRAPH), list[int]()
+    lock = driver.lock
+
+    def noted(memory: Any) -> None:
+        locked.append(memory.nbytes)
+        lock(memory)
+
+    monkeypatch.setattr(driver, "lock", noted)
+    blocks = {(v.name, b.name): b for v in plan.variants for b in v.stream.blocks}
+    kept = {name for (v, name), b in blocks.items() if v == "small" and b.device == "cpu:0"}
+    lent = [b for (v, name), b in blocks.items() if v == "large" and b.home == "ring" and name in kept]
+    with opened(plan, driver, source) as program:
+        agree(generated(program.call), right)
+        read = [name for name, _, _ in source.reads]
+        assert all(read.count(b.name) == 1 for b in lent)
+        assert sum(locked) >= sum(b.bytes for b in lent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", ["products", "streaming"])
+def test_kernels_run_late(made: str) -> None:
+    """Nothing is taken for done that was only enqueued: kernels run on a thread of their own, and late."""
+    from tests.backends.cuda_emulated import COMPILER, LateDriver
+
+    if COMPILER is None:
+        pytest.skip("no g++ to compile the emulated kernels")
+    plan = streaming() if made == "streaming" else a_plan(variant("all", 1, 64, pins=MLP_HERE))
+    with opened(plan, LateDriver()) as program:
+        agree(generated(program.call, 0.0), reference(0.0))
+
+
+def test_memory_is_counted(driver: Driver) -> None:
+    """What the plan says and what code keeps for itself, by now: all that the device gave."""
+    plan = a_plan(variant("all", 1, 64, devices=("gpu:0",)))
+    before = getattr(driver, "used", None)
+    with opened(plan, driver) as program:
+        program.open()
+        opening = sum(program.residents.held.values())
+        generated(program.call)
+        held = program.residents.held
+        assert sum(held.values()) > opening and held["gpu:0", "workspace"] > 0
+        if before is not None:
+            assert sum(held.values()) == getattr(driver, "used", 0) - before
+    assert not program.residents.held
+
+
+@pytest.mark.parametrize("kind", ["pinned", "locked", "pageable"])
+def test_rows_cross_both_ways(driver: Driver, kind: str) -> None:
+    """Some channels of some rows, to others on the device, and back to where nothing was."""
+    device = CudaDevice(spec("gpu"), driver)
+    memory = {"pinned": driver.pinned, "locked": huge, "pageable": lambda n: np.zeros(n, np.uint8)}[kind](
+        LARGE
+    )
+    memory[: LARGE // 2] = np.arange(LARGE // 2) % 251
+    if kind == "locked":
+        device.lock(memory)
+    buffer, half = device.reserve(LARGE), LARGE // 2
+    there = Rect(Place(buffer, 4096, half), 16, 7, 100, 300)
+    device.copy(Rect(Place(memory, 64, half), 32, 7, 100, 500), there)
+    device.copy(there, Rect(Place(memory, half, half), 8, 7, 100, 200))
+    got = memory[half : half + 7 * 200].reshape(7, 200)
+    want = np.stack([memory[96 + 500 * row :][:100] for row in range(7)])
+    np.testing.assert_array_equal(got[:, 8:108], want)
+    assert not got[:, :8].any() and not got[:, 108:].any()
+    whole = Rect(Place(buffer, 0, half), 0, 1, half, half)
+    device.copy(Rect(Place(memory, 0, half), 0, 1, half, half), whole)
+    device.read(Place(buffer, 0, half), memory[half:])
+    np.testing.assert_array_equal(memory[:half], memory[half:])
+    device.close()
+
+
+class Full:
+    """A driver that has no more memory once `full` is set."""
+
+    def __init__(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full, self._alloc = False, driver.alloc
+        monkeypatch.setattr(driver, "alloc", self.alloc)
+
+    def alloc(self, nbytes: int) -> Any:
+        if self.full:
+            raise MemoryError(f"{nbytes} bytes wanted, 0 free")
+        return self._alloc(nbytes)
+
+
+def test_no_room_at_open(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    Full(driver, monkeypatch).full = True
+    plan = a_plan(variant("all", 1, 64, devices=("gpu:0",)))
+    with (
+        opened(plan, driver) as program,
+        pytest.raises(DeviceError, match=r"gpu:0 has no room.*wanted, 0 free"),
+    ):
+        program.open()
+
+
+def test_no_room_in_a_step(driver: Driver, right: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step fails and says why; when there is room, it is right, and so are those that follow."""
+    memory, failed = Full(driver, monkeypatch), list[str]()
+    plan = a_plan(variant("all", 1, 64, devices=("gpu:0",)))
+
+    def call(*given: Any) -> Any:
+        memory.full = True
+        try:
+            return program.call(*given)
+        except DeviceError as error:
+            failed.append(error.what)
+        memory.full = False
+        return program.call(*given)
+
+    with opened(plan, driver) as program:
+        program.open()
+        agree(generated(call), right)
+    assert failed and all("gpu:0 has no room for a step" in what for what in failed)
+
+
+def test_buckets_are_dropped(driver: Driver, right: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "KEPT", 1)
+    plan = a_plan(variant("all", 1, 64, devices=("gpu:0",)))
+    with opened(plan, driver) as program:
+        agree(generated(program.call), right)
+
+
+def test_one_wait_for_a_region_that_nobody_looks_into(driver: Driver) -> None:
+    """Ticks between instructions of one device don't cut its code; those that others wait for do."""
+    alone = variant("all", 1, 64, devices=("gpu:0",))
+    ticks = tuple(
+        replace(i, signals=at, waits=(micro.Wait(at - 1),) if at else ())
+        for at, i in enumerate(alone.stream.instrs)
+    )
+    everywhere = replace(alone, stream=replace(alone.stream, instrs=ticks))
+    both = variant("all", 1, 64, pins=MLP_HERE)
+    assert [pieces(one, driver) for one in (alone, everywhere)] == [1, 1]
+    assert pieces(both, driver) > 2
+
+
+def pieces(one: Variant, driver: Driver) -> int:
+    """Into how many pieces the GPU's code is cut."""
+    with opened(a_plan(one), driver) as program:
+        program.open()
+        (executor,) = program._executors.values()
+        return sum(len(c._pieces) for c in executor._codes if isinstance(c, code.Code))

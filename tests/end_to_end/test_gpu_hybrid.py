@@ -1,0 +1,84 @@
+"""The benchmark of a GPU that is too small runs, on devices that pretend to be one and a processor."""
+
+from __future__ import annotations
+
+import re
+from zlib import crc32
+
+import numpy as np
+
+from benchmarks.gpu_hybrid import Asked, Hybrid, run
+from benchmarks.llama_shape import RandomSource, Shape
+from flashrt.backend import U8, OpenDevice
+from flashrt.backends.null import NullBackend
+from flashrt.backends.reference import ReferenceBackend
+from flashrt.backends.reference.kernels import kernels
+from flashrt.ir.types import Weight, size
+from flashrt.machine import Device, Link, Machine, Measured
+from flashrt.passes.cost import block_bytes
+
+SHAPE = Shape(layers=3, hidden=512, ffn=2048, heads=8, kv_heads=2, head=64, vocab=1024)
+ASKED = Asked(SHAPE, prompts=(24, 80), answer=2, tokens=32, numerics="exact", cache=96, times=1)
+SMALL, LARGE = 6 << 20, 64 << 20  # bytes of a GPU that has room for half of the weights, and for all of them
+
+
+def assumed(value: float) -> Measured:
+    return Measured(value, "assumed")
+
+
+class Pretend:
+    """A host that reads a gigabyte a second and a GPU that reads fifty. computes: whether they do that."""
+
+    def __init__(self, computes: bool) -> None:
+        self._backend = ReferenceBackend() if computes else NullBackend()
+
+    def machine(self) -> Machine:
+        gpu = Device(
+            "gpu:0", "gpu", "pretend", 1 << 30, assumed(5e10), {"f32": assumed(5e12), "bf16": assumed(5e13)},
+            assumed(0.1), kernels=kernels(),
+        )  # fmt: skip
+        host = Device(
+            "cpu:0", "cpu", "pretend", 1 << 30, assumed(1e9), {"f32": assumed(2e10)}, assumed(0.1),
+            kernels=kernels(),
+        )  # fmt: skip
+        pairs = (("cpu:0", "gpu:0"), ("gpu:0", "cpu:0"))
+        return Machine((gpu, host), tuple(Link(a, b, assumed(1e9), assumed(1.0)) for a, b in pairs))
+
+    def open(self, spec: Device) -> OpenDevice:
+        return self._backend.open(spec)
+
+    def peak(self) -> int:
+        return 0
+
+
+class Steady:
+    """Weights that are the same whoever reads which rows first."""
+
+    def read(self, weight: Weight, lo: int, hi: int, out: U8) -> None:
+        whole = np.empty(block_bytes(weight), np.uint8)
+        RandomSource(crc32(weight.name.encode())).read(weight, 0, size(weight.type.shape[0], {}), whole)
+        start = block_bytes(weight, 0, lo)
+        out[:] = whole[start : start + len(out)]
+
+
+def test_it_runs_and_tells() -> None:
+    rates, told = run(Pretend(computes=False), ASKED, [SMALL])
+    assert "cpu:0 reads 1.0 GB/s with 1 cores; link 1.0 and 1.0 GB/s" in rates
+    for name in ("decode at 24", "prefill 24", "prefill 80"):
+        assert re.search(rf"{name} +[\d.]+ tok/s  limit +[\d.]+  share +[\d.]+  plan +[\d.]+", told), told
+    assert re.search(r"the GPU works [\d.]+ and waits [\d.]+ of it", told)
+    taken, allowed = re.search(r"([\d.]+) MB by our count, ([\d.]+) MB allowed", told).groups()  # type: ignore[union-attr]
+    assert 0 < float(taken) <= float(allowed)
+    assert "GB pass" in told
+
+
+def test_tokens_are_those_of_a_gpu_with_room_for_everything() -> None:
+    """Whether weights pass, are computed with on the host, or lie on the GPU."""
+    computer, found = Pretend(computes=True), []
+    for budget in (SMALL, LARGE):
+        hybrid = Hybrid(computer, computer.machine(), ASKED, budget, Steady())
+        found.append([int(hybrid.step(32, 0)[0]), *(int(hybrid.step(1, 32 + at)[0]) for at in range(3))])
+        passes = {b.device for v in hybrid.plan.variants for b in v.stream.blocks if b.home == "ring"}
+        assert passes == ({"gpu:0"} if budget == SMALL else set())
+        hybrid.close()
+    assert found[0] == found[1]
