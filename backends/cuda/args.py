@@ -70,14 +70,6 @@ class Linear(NamedTuple):
     depth: int
 
 
-class Walk(NamedTuple):
-    ops: int
-    count: int
-    arrived: int
-    slot_bytes: int
-    depth: int
-
-
 class Plain(NamedTuple):
     w: int
     w_at: int

@@ -30,7 +30,6 @@ from flashrt.backends.cuda.fuse import Fuser, rows_of
 from flashrt.backends.cuda.linear import few, takes
 from flashrt.backends.cuda.operands import Operands, Sizes, Twin, address_of
 from flashrt.backends.cuda.sample import greedy_only
-from flashrt.backends.cuda.walk import walked
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
 from flashrt.ir.order import root_of
@@ -268,22 +267,9 @@ class Code:
             self._shared, self._slots, self._blocks,
         )  # fmt: skip
         fuser = Fuser(self._memory, lambda instr: few(instr, ops), lambda instr: takes(instr, ops))
-        apart = [step for joint in fuser.join(rows_of(piece.instrs)) for step in encode(joint, ops)]
-        upload, zeros = partial(self._uploaded, keep), partial(self._zeros, keep)
-        steps = list(walked(apart, self._driver.limits, upload, zeros))
+        steps = [step for joint in fuser.join(rows_of(piece.instrs)) for step in encode(joint, ops)]
         keep += self._scratch.values()
         return Bucket([self._pull(piece, env, keep), *steps], keep)
-
-    def _zeros(self, keep: list[Any], nbytes: int) -> Any:
-        keep.append(self._driver.alloc(nbytes))
-        return keep[-1]
-
-    def _uploaded(self, keep: list[Any], data: bytes) -> Any:
-        import torch
-
-        there = self._zeros(keep, len(data))
-        there.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return there
 
     def _shared(self, what: str, nbytes: int) -> Any:
         """Zeroed memory; a larger one takes the place of a smaller, which the launches that have it keep."""

@@ -227,7 +227,7 @@ class GpuDriver:
         if name not in self._functions:
             function = self._check(self._cuda.cuModuleGetFunction(self._module, name.encode()))
             most = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            if shared or name.startswith(("linear_", "attention_", "walk")):
+            if shared or name.startswith(("linear_", "attention_")):
                 static = self._check(
                     self._cuda.cuFuncGetAttribute(
                         self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function

@@ -158,7 +158,7 @@ def _attention(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]
     parts = through = 0
     if split:
         parts = _scratch("attention", 4 * rows * cells * ranges * together * (dim + 2), ops)
-        through = _scratch("attention through", 4 * rows * heads, ops)
+        through = _scratch("attention through", 4 * rows * cells, ops)
     fields = args.Attention(
         q.address, q.stride, heads, kv_heads, d, dv, kv, dim, int(bf16),
         positions.address, seq.address, pages.address, _last(instr.args[3], ops),

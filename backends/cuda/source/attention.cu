@@ -107,13 +107,11 @@ struct Page {
   __device__ __forceinline__ const char* value(int i) const { return at + (16 + i) * pitch; }
 };
 
-// Of a page's rows, those of part `sub` of `subs`.
-__device__ __forceinline__ void copy_page(
-    const AttentionArgs& a, const Page& to, int page, int head, int lane, int sub, int subs) {
+__device__ __forceinline__ void copy_page(const AttentionArgs& a, const Page& to, int page, int head, int lane) {
   const int bytes = (int)a.dim * (a.bf16 ? 2 : 4);
   for (int which = 0; which < 2; ++which) {
     const char* from = a.kv + (((i64)page * 2 + which) * (int)a.kv_heads + head) * 16 * bytes;
-    for (int i = (lane >> 3) + 4 * sub; i < 16; i += 4 * subs) {
+    for (int i = lane >> 3; i < 16; i += 4) {
       char* row = to.at + (which * 16 + i) * to.pitch;
       if (bytes % 16 == 0)
         for (int c = (lane & 7) * 16; c < bytes; c += 128) copy_ahead(row + c, from + i * bytes + c, true);
@@ -169,9 +167,8 @@ struct Room {
 
 template <int G, int PAIRS>
 __device__ __forceinline__ void attend_page(
-    const AttentionArgs& a, const Page& page, const float* q, int width, i64 first, i64 lo, i64 hi, const Room& room,
-    int warp) {
-  const int lane = threadIdx.x & 31;
+    const AttentionArgs& a, const Page& page, const float* q, int width, i64 first, i64 lo, i64 hi, const Room& room) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   float score[G];
   score_keys<G>(a, page, q, width, lane, score);
   const i64 at = first + (lane >> 1);
@@ -258,22 +255,15 @@ __device__ __forceinline__ int pitch_of(const AttentionArgs& a) {
   return ((int)a.dim * (a.bf16 ? 2 : 4) + 127) / 128 * 128 + 32;
 }
 
-// Which block of how many this is, and its threads: a kernel's block or, in a walk, one of `subs` that have the same
-// keys and share their copies in `pages`. own: its shared memory beside them. barrier: of its threads; common: of all
-// that share the pages.
-struct Place {
-  u32 x, y, z, all_x, all_y, all_z;
-  int thread, threads, barrier, common, sub, subs;
-  char *pages, *own;
-};
-
-template <int G, int PAIRS, class Ready>
-__device__ __forceinline__ void attention(const AttentionArgs& a, const Place& here, Ready ready) {
+template <int G, int PAIRS>
+__device__ __forceinline__ void attention(const AttentionArgs& a) {
   constexpr int AHEAD = G * PAIRS > 8 ? 2 : 5;  // ranges whose sums are on their way when they are merged
-  const int threads = here.threads, lane = here.thread & 31, warp = here.thread >> 5, warps = threads / 32;
-  const int width = 64 * PAIRS, elements = G * (int)a.dv;
-  const Page page{here.pages + warp * 32 * pitch_of(a), pitch_of(a)};
-  float* q = (float*)here.own;
+  SHARED_BYTES(shared);
+  let_others_start();
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x / 32;
+  const int width = 64 * PAIRS, threads = blockDim.x, elements = G * (int)a.dv;
+  const Page page{shared + warp * 32 * pitch_of(a), pitch_of(a)};
+  float* q = (float*)(shared + warps * 32 * pitch_of(a));
   const int shift = warps == 4 ? 6 : 5, dv = (int)a.dv;  // keys = 1 << shift
   Room room;
   room.values = q + G * width;
@@ -282,12 +272,12 @@ __device__ __forceinline__ void attention(const AttentionArgs& a, const Place& h
   room.weights = room.total + warps * G;
   int* is_last = (int*)(room.weights + warps * 16 * G);
   // the step's inputs are there before this kernel may start (see `pull`): asked for together, they come together
-  const i64 t = here.x, rows = from_host(a.rows), stride = from_host(a.page_stride);
+  const i64 t = blockIdx.x, rows = from_host(a.rows), stride = from_host(a.page_stride);
   const int mine = from_host(a.seq + t);
   const i64 own = from_host(a.positions + t);
   i64 hi = own + 1, fresh = own;
-  if (here.all_x > 1 && (a.split || !a.causal)) {
-    for (i64 i = lane; i < here.all_x; i += 32) {
+  if (gridDim.x > 1 && (a.split || !a.causal)) {
+    for (i64 i = lane; i < gridDim.x; i += 32) {
       const i64 p = from_host(a.positions + i);
       if (from_host(a.seq + i) != mine || i >= rows) continue;
       fresh = p < fresh ? p : fresh;
@@ -300,42 +290,42 @@ __device__ __forceinline__ void attention(const AttentionArgs& a, const Place& h
     }
   }
   const int group = (int)a.heads / (int)a.kv_heads, batches = group / G;
-  const int head = (int)here.y / batches, first_q = head * group + (int)here.y % batches * G;
+  const int head = (int)blockIdx.y / batches, first_q = head * group + (int)blockIdx.y % batches * G;
   const i64 lo = a.window > 0 && own + 1 > a.window ? own + 1 - a.window : 0;
   const i64 from = lo >> shift, ranges = (hi + (1 << shift) - 1) >> shift;
-  i64 r = a.split ? from + here.z : from;
-  if (t >= rows || r >= ranges) { ready(); return; }
+  i64 r = a.split ? from + blockIdx.z : from;
+  if (t >= rows || r >= ranges) { after_others(); return; }
   const int* table = a.pages + mine * stride;
   auto wanted = [&](i64 first) { return first < hi && first + 16 > lo; };
   i64 first = (r << shift) + warp * 16;
   const bool early = a.split && first + 16 <= fresh;
-  if (early && wanted(first)) copy_page(a, page, from_host(table + (first >> 4)), head, lane, here.sub, here.subs);
-  ready();
+  if (early && wanted(first)) copy_page(a, page, from_host(table + (first >> 4)), head, lane);
+  after_others();
 #pragma unroll
-  for (int i = here.thread; i < G * width; i += threads) {
+  for (int i = threadIdx.x; i < G * width; i += threads) {
     const int g = i / (64 * PAIRS), d = i % (64 * PAIRS);
     const float v = d < a.d ? a.q[t * a.q_stride + (first_q + g) * a.d + d] : 0.f;
     q[i] = a.rounded ? float_of(bf16_of(v)) : v;
   }
   constexpr int SLOTS = PAIRS < 4 ? (G * PAIRS + 1) / 2 : G * PAIRS;  // wide heads may have two warps
-  Sum all[SLOTS];  // of elements (g, d): a thread's number i is number here.thread + threads·i
+  Sum all[SLOTS];  // of elements (g, d): a thread's number i is number threadIdx.x + threads·i
   int query[SLOTS], channel[SLOTS];
 #pragma unroll
   for (int i = 0; i < SLOTS; ++i) {
     all[i] = Sum{NEGATIVE, 0.f, 0.f};
-    const int at = here.thread + threads * i;
+    const int at = threadIdx.x + threads * i;
     query[i] = at < elements ? at / dv : -1;
     channel[i] = at - query[i] * dv;
   }
   for (; r < ranges; ++r) {
     first = (r << shift) + warp * 16;
-    if (wanted(first) && !early) copy_page(a, page, from_host(table + (first >> 4)), head, lane, here.sub, here.subs);
+    if (wanted(first) && !early) copy_page(a, page, from_host(table + (first >> 4)), head, lane);
     copies_end();
     copies_but<0>();
-    meet(here.common, threads * here.subs);
-    if (wanted(first)) attend_page<G, PAIRS>(a, page, q, width, first, lo, hi, room, warp);
+    __syncthreads();
+    if (wanted(first)) attend_page<G, PAIRS>(a, page, q, width, first, lo, hi, room);
     else if (lane < G) room.most[warp * G + lane] = NEGATIVE;
-    meet(here.barrier, threads);
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
       if (query[i] < 0) break;
@@ -344,12 +334,12 @@ __device__ __forceinline__ void attention(const AttentionArgs& a, const Place& h
       else add(all[i], s);
     }
     if (a.split) break;
-    meet(here.common, threads * here.subs);
+    __syncthreads();
   }
   if (a.split && ranges - from > 1) {
-    const i64 pitch = a.dim + 2, cell = t * here.all_y + here.y, many = ranges - from;
-    float* parts = a.parts + cell * here.all_z * G * pitch;
-    float* left = parts + (i64)here.z * G * pitch;
+    const i64 pitch = a.dim + 2, cell = t * gridDim.y + blockIdx.y, many = ranges - from;
+    float* parts = a.parts + cell * gridDim.z * G * pitch;
+    float* left = parts + (i64)blockIdx.z * G * pitch;
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
       const int g = query[i], d = channel[i];
@@ -358,9 +348,9 @@ __device__ __forceinline__ void attention(const AttentionArgs& a, const Place& h
       if (d == 0) { left[g * pitch + a.dim] = all[i].most; left[g * pitch + a.dim + 1] = all[i].total; }
     }
     __threadfence();
-    meet(here.barrier, threads);
-    if (here.thread == 0) *is_last = atomicAdd(a.through + cell, 1) == (int)many - 1;
-    meet(here.barrier, threads);
+    __syncthreads();
+    if (threadIdx.x == 0) *is_last = atomicAdd(a.through + cell, 1) == (int)many - 1;
+    __syncthreads();
     if (!*is_last) return;
     __threadfence();
     // every load of some ranges is on its way before the first is waited for
@@ -386,7 +376,7 @@ __device__ __forceinline__ void attention(const AttentionArgs& a, const Place& h
 #pragma unroll
         for (int i = 0; i < SLOTS; ++i) if (n + e < many) add(all[i], next[e][i]);
     }
-    if (here.thread == 0) a.through[cell] = 0;
+    if (threadIdx.x == 0) a.through[cell] = 0;
   }
 #pragma unroll
   for (int i = 0; i < SLOTS; ++i) {
@@ -405,18 +395,8 @@ __device__ __forceinline__ void attention(const AttentionArgs& a, const Place& h
   }
 }
 
-template <int G, int PAIRS>
-__device__ __forceinline__ void attention_alone(const AttentionArgs& a) {
-  SHARED_BYTES(shared);
-  let_others_start();
-  char* own = shared + blockDim.x * pitch_of(a);
-  const Place here{blockIdx.x, blockIdx.y, blockIdx.z, gridDim.x, gridDim.y, gridDim.z,
-                   (int)threadIdx.x, (int)blockDim.x, 0, 0, 0, 1, shared, own};
-  attention<G, PAIRS>(a, here, after_others);
-}
-
 #define ATTENTION(g, pairs) \
-  extern "C" __global__ void __launch_bounds__(128) attention_##g##_##pairs(AttentionArgs a) { attention_alone<g, pairs>(a); }
+  extern "C" __global__ void __launch_bounds__(128) attention_##g##_##pairs(AttentionArgs a) { attention<g, pairs>(a); }
 
 ATTENTION(1, 1) ATTENTION(2, 1) ATTENTION(4, 1)
 ATTENTION(1, 2) ATTENTION(2, 2) ATTENTION(4, 2)

@@ -109,13 +109,6 @@ __device__ __forceinline__ void barrier_copied(u64* b) {
 __device__ __forceinline__ void meet(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// What a counter in device memory stands at, and with it all that was written before it was counted up.
-__device__ __forceinline__ int counted(const int* p) {
-  int v;
-  asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ void pause() { __nanosleep(20); }
 // e^x, to some units in the last place where x is small, as differences of maxima are
 __device__ __forceinline__ float power(float x) { return __expf(x); }
 // The upper halves of four bytes, from 0 to 15, as 16·(q − 8): signed bytes.

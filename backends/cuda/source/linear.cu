@@ -2,7 +2,7 @@
 //
 // A block makes 32 output channels at a time, two row groups (bf16: 16). One warp copies weights into a ring of slots
 // in shared memory; 16 warps multiply, warp w the blocks w, w+16, … of 32 inputs; one adds up their sums, in one order,
-// while they are at the next tile. The ring fills while what comes before ends: see `walk`.
+// while they are at the next tile. The ring fills while the kernel before ends.
 //
 // Quantised weights meet x as whole numbers: a block of 32 activations has one scale, a power of two for which
 // they become whole numbers of 31 bits or (two digits) 15 bits, and these are columns of signed bytes: one, two
@@ -91,14 +91,15 @@ __device__ __forceinline__ Ring ring_at(char* shared, int slot_bytes, int depth)
 // bf16: bytes from row to row of a slot: rows lie in different banks.
 __device__ __forceinline__ int row_pitch(int span) { return span * 64 + 64; }
 
-// What the copying warp does for one product: fills slot after slot, in the order in which they are used.
+// What the copying warp does: fills slot after slot, in the order in which they are used.
 template <int FORMAT>
-__device__ __forceinline__ void feed(const LinearArgs& a, const Ring& ring, Turn& turn, int lane) {
+__device__ __forceinline__ void feed(const LinearArgs& a, const Ring& ring, int lane) {
   constexpr int U = GROUPS<FORMAT>, PARTS = FORMAT == 5 ? 3 : 2;  // quants, scales, minima
   const int k = (int)a.k, nblk = (k + 31) / 32, span = (int)a.span, last = (int)a.n * (a.act ? 2 : 1) - 1;
   const int apart = a.act ? 1 : U, halves = a.act && U == 1 ? 2 : 1;  // bf16: gate and up one after the other
   const int tiles = (int)a.tiles, second = (int)a.second;
   const char* w = a.w;
+  Turn turn;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x)
     for (int half = 0; half < halves; ++half)
       for (int b = 0; b < nblk; b += span) {
@@ -586,19 +587,17 @@ struct Layout {
   }
 };
 
-// What the multiplying warps do for one product. room: shared memory for x and sums. Behind ready(), what others wrote
-// may be read; ending() is called when the last tile begins.
-template <int FORMAT, int NT, bool ONE, class Ready, class Ending>
-__device__ __forceinline__ void product(
-    const LinearArgs& a, i64 first, int tokens, const Ring& ring, Turn& turn, Turn& given, char* room, Ready ready,
-    Ending ending) {
+// What the multiplying warps do. room: shared memory for x and sums.
+template <int FORMAT, int NT, bool ONE>
+__device__ __forceinline__ void product(const LinearArgs& a, i64 first, int tokens, const Ring& ring, char* room) {
   constexpr int U = GROUPS<FORMAT>;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int nblk = ((int)a.k + 31) / 32, span = (int)a.span, halves = a.act && U == 1 ? 2 : 1, tiles = (int)a.tiles;
   u64* full = ring.full + 16;
+  Turn turn, given;
   float w[8];
   if (a.norm_on) weights8(a, threadIdx.x, w);
-  ready();
+  after_others();
   const Layout<FORMAT> here(a, tokens, room);
   const Columns& x = here.x;
   for (int t = 0; t < tokens; ++t) stage<FORMAT>(a, first + t, t, tokens, w, x, here.parts);
@@ -609,7 +608,8 @@ __device__ __forceinline__ void product(
                                   : warp * QUANTS<FORMAT> + (lane & 3) * 64 + (lane >> 2) * 8;
   const int scales = FORMAT == 16 ? 0 : span * QUANTS<FORMAT> + warp * 32 + (lane >> 2) * 4;
   for (int at = blockIdx.x; at < tiles; at += gridDim.x) {
-    if (at + gridDim.x >= tiles) ending();
+    // not sooner: the next kernel's blocks would crowd where this one's end first
+    if (at + gridDim.x >= tiles) let_others_start();
     for (int h = 0; h < halves; ++h) {
       float sums[U][NT][4];
 #pragma unroll
@@ -642,17 +642,18 @@ __device__ __forceinline__ void product(
   }
 }
 
-// What the last warp does for one product: adds up, in order, what the warps have for an output, and writes it.
-template <int FORMAT, class Ready>
+// What the last warp does: adds up, in order, what the others have for an output, and writes it.
+template <int FORMAT>
 __device__ __forceinline__ void finish(
-    const LinearArgs& a, i64 first, int tokens, const Ring& ring, Turn& given, char* room, int lane, Ready ready) {
+    const LinearArgs& a, i64 first, int tokens, const Ring& ring, char* room, int lane) {
   constexpr int U = GROUPS<FORMAT>;
   const int halves = a.act && U == 1 ? 2 : 1, tiles = (int)a.tiles, apart = a.act ? 1 : U;
   const int r = lane & 15, side = lane >> 4;  // side: the group or, with one group, every other token
   const bool gated = a.act != 0;
   u64* full = ring.full + 16;
   const Layout<FORMAT> here(a, tokens, room);
-  ready();
+  Turn given;
+  if (a.residual) after_others();  // else all it reads comes from the warps that multiply
   for (int at = blockIdx.x; at < tiles; at += gridDim.x) {
     const i64 channel = (i64)(at * apart + (U == 2 && !gated ? side : 0)) * 16 + r;
     for (int h = 0; h < halves; ++h) {
@@ -683,7 +684,6 @@ __device__ __forceinline__ void finish(
   }
 }
 
-// One product as a kernel of its own.
 template <int FORMAT, int NT>
 __device__ __forceinline__ void linear(const LinearArgs& a) {
   SHARED_BYTES(shared);
@@ -691,18 +691,12 @@ __device__ __forceinline__ void linear(const LinearArgs& a) {
   const i64 first = blockIdx.y * a.tokens, left = from_host(a.rows) - first;
   if (left <= 0) { after_others(); return; }
   const Ring ring = ring_at(shared, (int)a.slot_bytes, (int)a.depth);
-  Turn turn, given;
   const int tokens = (int)(left < a.tokens ? left : a.tokens);
   char* room = shared + ring_bytes(ring.slot_bytes, ring.depth);
-  if (warp == WARPS)
-    feed<FORMAT>(a, ring, turn, lane);
-  else if (warp > WARPS)
-    finish<FORMAT>(a, first, tokens, ring, given, room, lane, after_others);
-  // let_others_start: not sooner, since the next kernel's blocks would crowd where this one's end first
-  else if (FORMAT != 16 && a.digits == 1)
-    product<FORMAT, NT, true>(a, first, tokens, ring, turn, given, room, after_others, let_others_start);
-  else
-    product<FORMAT, NT, false>(a, first, tokens, ring, turn, given, room, after_others, let_others_start);
+  if (warp == WARPS) feed<FORMAT>(a, ring, lane);
+  else if (warp > WARPS) finish<FORMAT>(a, first, tokens, ring, room, lane);
+  else if (FORMAT != 16 && a.digits == 1) product<FORMAT, NT, true>(a, first, tokens, ring, room);
+  else product<FORMAT, NT, false>(a, first, tokens, ring, room);
 }
 
 #define LINEAR(name, format, nt) \

@@ -36,8 +36,12 @@ __device__ __forceinline__ void put_as(float* y, i64 at, float v, i64 bf16) {
   else y[at] = v;
 }
 
-// A group of a row's channels, by a block of 512 threads.
-__device__ __forceinline__ void normalise_group(const NormArgs& a, i64 row, i64 group, float* room) {
+extern "C" __global__ void __launch_bounds__(512) normalise(NormArgs a) {
+  __shared__ float room[16];
+  let_others_start();
+  after_others();
+  const i64 row = blockIdx.x, group = blockIdx.y;
+  if (row >= *a.rows) return;
   const float* x = a.x + row * a.x_stride + group * a.width;
   const int width = (int)a.width;
   float mean = 0.f, inverse;
@@ -61,13 +65,6 @@ __device__ __forceinline__ void normalise_group(const NormArgs& a, i64 row, i64 
     if (a.b) v = __fadd_rn(v, a.b[channel]);
     put_as(a.y, row * a.y_stride + channel, v, a.y_bf16);
   }
-}
-
-extern "C" __global__ void __launch_bounds__(512) normalise(NormArgs a) {
-  __shared__ float room[16];
-  let_others_start();
-  after_others();
-  if (blockIdx.x < *a.rows) normalise_group(a, blockIdx.x, blockIdx.y, room);
 }
 
 struct RopeTableArgs {
@@ -105,7 +102,11 @@ struct MapArgs {
   const i64* rows;
 };
 
-__device__ __forceinline__ void map_element(const MapArgs& m, i64 row, i64 i) {
+extern "C" __global__ void elementwise(MapArgs m) {
+  let_others_start();
+  after_others();
+  const i64 row = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
+  if (row >= *m.rows || i >= m.width) return;
   const float a = m.a[row * m.a_stride + i], b = m.b ? m.b[row * m.b_stride + i * m.b_step] : 0.f;
   const float by = (float)m.by;
   float v = a;
@@ -120,13 +121,6 @@ __device__ __forceinline__ void map_element(const MapArgs& m, i64 row, i64 i) {
   put_as(m.y, row * m.y_stride + i, v, m.y_bf16);
 }
 
-extern "C" __global__ void elementwise(MapArgs m) {
-  let_others_start();
-  after_others();
-  const i64 row = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
-  if (row < *m.rows && i < m.width) map_element(m, row, i);
-}
-
 // Bytes of rows: all of them, or those that `index` names; 4 bytes at a time (`words` a row).
 struct CopyArgs {
   const char* x;
@@ -138,17 +132,15 @@ struct CopyArgs {
   const i64* rows;
 };
 
-__device__ __forceinline__ void move_word(const CopyArgs& a, i64 row, i64 i) {
-  i64 from = row;
-  if (a.index) from = a.wide ? ((const i64*)a.index)[row] : ((const int*)a.index)[row];
-  if (from >= 0 && from < a.limit) ((u32*)(a.y + row * a.y_stride))[i] = ((const u32*)(a.x + from * a.x_stride))[i];
-}
-
 extern "C" __global__ void move_rows(CopyArgs a) {
   let_others_start();
   after_others();
   const i64 row = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
-  if (row < *a.rows && i < a.words) move_word(a, row, i);
+  if (row >= *a.rows || i >= a.words) return;
+  i64 from = row;
+  if (a.index) from = a.wide ? ((const i64*)a.index)[row] : ((const int*)a.index)[row];
+  if (from < 0 || from >= a.limit) return;
+  ((u32*)(a.y + row * a.y_stride))[i] = ((const u32*)(a.x + from * a.x_stride))[i];
 }
 
 // f32 [rows][width] → bf16 with rows and width padded by zeros

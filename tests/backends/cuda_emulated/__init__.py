@@ -35,9 +35,8 @@ def _entries(text: str) -> list[tuple[str, str]]:
     """(kernel, struct of its arguments)."""
     plain = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\((\w+) \w\)', text)
     linear = [(n, "LinearArgs") for n in re.findall(r"^LINEAR\((\w+), \d", text, re.M)]
-    walks = [(f"walk_{n}", "WalkArgs") for n in re.findall(r"^WALK\((\w+), \d", text, re.M)]
     heads = [(f"attention_{g}_{p}", "AttentionArgs") for g, p in re.findall(r"ATTENTION\((\d), (\d)\)", text)]
-    return [(n, s) for n, s in plain if n not in ("name", "attention_")] + linear + walks + heads
+    return [(n, s) for n, s in plain if n not in ("name", "attention_")] + linear + heads
 
 
 @cache
@@ -131,8 +130,7 @@ class EmulatedDriver:
         assert launch.shared <= self.limits.shared, launch
         x, y, z = launch.grid
         args = ctypes.create_string_buffer(launch.args, len(launch.args))
-        together = launch.kernel.startswith("walk")  # its blocks wait for each other
-        library().emulate(call, args, x, y, z, launch.threads, together)
+        library().emulate(call, args, x, y, z, launch.threads)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         self.recorded += 1

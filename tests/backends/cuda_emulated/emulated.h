@@ -1,5 +1,5 @@
 // CUDA's threads as fibers of one thread of the host, so that kernels can be run and compared without a GPU.
-// The threads of a block take turns wherever they wait for each other, as blocks do when they wait for blocks.
+// Blocks run one after another; the threads of a block take turns wherever they wait for each other.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -49,6 +49,7 @@ static char* shared;
 static unsigned current;
 static void (*body)(void*);
 static void* arguments;
+static int down, late = -1;  // see `take_turns`
 
 static void yield() { swapcontext(&block->fibers[current], &scheduler); }
 static void open_if_full(Barrier& b) {
@@ -88,13 +89,16 @@ static void begin(Block& b, unsigned threads) {
     makecontext(&b.fibers[t], enter, 0);
   }
 }
-// Every thread of a block runs until it waits for another.
+// Every thread of a block runs until it waits for another; those of a late warp rarely.
 static void turn(Block& b) {
+  static unsigned round;
+  ++round;
   block = &b;
   blockIdx = b.at;
   shared = b.shared.data() + (-(uintptr_t)b.shared.data() & 127);
-  for (unsigned t = 0; t < b.done.size(); ++t) {
-    if (b.done[t]) continue;
+  for (unsigned i = 0; i < b.done.size(); ++i) {
+    const unsigned t = down ? b.done.size() - 1 - i : i;
+    if (b.done[t] || ((int)t / 32 == late && round % 64)) continue;
     current = t;
     threadIdx = {t, 0, 0};
     swapcontext(&scheduler, &b.fibers[t]);
@@ -108,28 +112,25 @@ static inline float bf16(unsigned half) {
 }
 }  // namespace emulated
 
-// Blocks one after another or, when they wait for each other, in turns.
-extern "C" void emulate(
-    void (*body)(void*), void* arguments, unsigned gx, unsigned gy, unsigned gz, unsigned threads, int together) {
-  static std::vector<emulated::Block> blocks;
+// Threads take turns from the first or (`down`) the last one on; warp `late` (-1: none) is slower than all others.
+extern "C" void take_turns(int down, int late) {
+  emulated::down = down;
+  emulated::late = late;
+}
+
+extern "C" void emulate(void (*body)(void*), void* arguments, unsigned gx, unsigned gy, unsigned gz, unsigned threads) {
+  static emulated::Block block;
   emulated::body = body;
   emulated::arguments = arguments;
   gridDim = {gx, gy, gz};
   blockDim = {threads, 1, 1};
-  const size_t all = (size_t)gx * gy * gz, at_once = together ? all : 1;
-  if (blocks.size() < at_once) blocks.resize(at_once);
-  for (size_t first = 0; first < all; first += at_once) {
-    for (size_t i = 0; i < at_once; ++i) {
-      const unsigned n = (unsigned)(first + i);
-      blocks[i].at = {n % gx, n / gx % gy, n / gx / gy};
-      emulated::begin(blocks[i], threads);
-    }
-    for (bool more = true; more;) {
-      more = false;
-      for (size_t i = 0; i < at_once; ++i)
-        if (blocks[i].left) { emulated::turn(blocks[i]); more = true; }
-    }
-  }
+  for (unsigned z = 0; z < gz; ++z)
+    for (unsigned y = 0; y < gy; ++y)
+      for (unsigned x = 0; x < gx; ++x) {
+        block.at = {x, y, z};
+        emulated::begin(block, threads);
+        while (block.left) emulated::turn(block);
+      }
 }
 
 static inline void __syncthreads() { emulated::meet(emulated::block->all); }
@@ -137,8 +138,6 @@ static inline void meet(int id, int threads) {
   emulated::block->named[id].alive = threads;
   emulated::meet(emulated::block->named[id]);
 }
-static inline void pause() { emulated::yield(); }
-static inline int counted(const int* p) { return *(const volatile int*)p; }
 static inline void __threadfence() {}
 static inline unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
 static inline float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
