@@ -77,8 +77,9 @@ def check(config: Any, context: int) -> bool:
     if verdict is None:
         verdict = judge(small, context)
         _remember(path, small.model_type, verdict)
-    if not verdict.given and small.pad_token_id != config.pad_token_id:
-        verdict = Verdict(f"it counts positions from its token for padding, {config.pad_token_id}")
+    pads = [getattr(c, "pad_token_id", None) for c in (small, config)]  # not all configurations have one
+    if not verdict.given and pads[0] != pads[1]:
+        verdict = Verdict(f"it counts positions from its token for padding, {pads[1]}")
     if verdict.reason:
         raise UnsupportedModel(
             f"{config.model_type} is refused: {verdict.reason}",

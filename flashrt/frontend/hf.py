@@ -164,12 +164,13 @@ def _before_first(config: Any) -> int:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # slow to import: only when a model is traced
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.pad_token_id is None:
+    pad = getattr(config, "pad_token_id", None)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or pad is None:
         return 0
     module = vars(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__])
     own = [v for v in module.values() if getattr(v, "__module__", None) == module["__name__"]]
     counts = any(hasattr(v, _COUNTS) or getattr(v, "__name__", "") == _COUNTS for v in own)
-    return int(config.pad_token_id) + 1 if counts else 0
+    return int(pad) + 1 if counts else 0
 
 
 def _stretch(config: Any) -> float:
