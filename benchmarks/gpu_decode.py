@@ -11,11 +11,12 @@ import argparse
 
 from benchmarks.gpu_model import Ours, Transformers, read_limit
 from benchmarks.measure import Result, report
-from flashrt.ir.ops import LINEAR_EXACT, LINEAR_I8
+from flashrt.ir.ops import LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
 
 CASES = (
     ("q4 exact", "q4.16x32", LINEAR_EXACT),
     ("q4 int8", "q4.16x32", LINEAR_I8),
+    ("q4 fast", "q4.16x32", LINEAR_BF16),
     ("bf16 exact", "bf16", LINEAR_EXACT),
 )
 

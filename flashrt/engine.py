@@ -593,8 +593,9 @@ class LLM:
         self.plan = plan or obtain(model, options or CompileOptions(), devices=devices, budgets=budgets).plan
         if self.plan.chat is None:
             raise ModelError(
-                f"{self.plan.name} isn't a language model: it has no tokenizer",
-                hint="run it with flashrt.load(...).call(inputs)",
+                f"{self.plan.name} isn't a language model with a tokenizer",
+                hint="run it with flashrt.load(...).call(inputs), or flashrt run MODEL --input IN.npz "
+                "--output OUT.npz",
             )
         self.chat = Chat(self.plan.chat)
         self.chat.prepare()

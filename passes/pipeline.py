@@ -139,7 +139,7 @@ def plan(graph: logical.Graph, machine: Machine, options: Options, *, check: Che
     """Places a prepared graph and lowers it. Raises PlanError as `compile_graph` does."""
     placed = _placed(graph, machine, options, check)
     stream = _lowered(placed, machine, options, check)
-    _within(placed.budgets, stream)
+    _within(placed.budgets, stream, options.earlier)
     return Planned(graph, replace(placed, budgets=_stated(placed.budgets, options)), stream)
 
 
@@ -159,7 +159,8 @@ def _lowered(
 ) -> micro.Stream:
     stream = lower(placed, machine)
     check("lower", stream)
-    room = _room(placed.budgets, options)
+    beside = options.earlier.beside(stream.blocks)
+    room = {d: n - beside[d] for d, n in _room(placed.budgets, options).items()}
     if "elide" not in options.disabled:
         lending = options.earlier.lending(machine)
         stream = keep(stream, lambda b: lending.stays(b.name, (b.lo, b.hi), b.device, b.bytes))
@@ -235,7 +236,7 @@ def _quickest(ways: Sequence[Placement], machine: Machine, options: Options) -> 
         try:
             placed = transfer(way.graph, machine)
             stream = _lowered(placed, machine, options)
-            _within(placed.budgets, stream)
+            _within(placed.budgets, stream, options.earlier)
         except PlanError as error:
             beyond = beyond or error
             continue
@@ -269,9 +270,11 @@ def step_time(stream: micro.Stream, machine: Machine, env: Env | None = None) ->
     return max(simulate(stream, full, WARM).step_time, memory)
 
 
-def _within(budgets: Sequence[physical.Budget], stream: micro.Stream) -> None:
-    """Raises PlanError when a packed stream takes more memory than the plan allows."""
+def _within(budgets: Sequence[physical.Budget], stream: micro.Stream, earlier: Earlier) -> None:
+    """Raises PlanError when a packed stream, beside what earlier variants keep, takes more memory than the
+    plan allows."""
     held: Counter[str] = Counter({b.device: b.state + b.workspace for b in budgets})
+    held += earlier.beside(stream.blocks)
     for device, size in (*stream.arenas, *stream.rings):
         held[device] += size
     for block in stream.blocks:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flashrt.errors import PlanError
-from flashrt.ir import logical, physical
+from flashrt.ir import logical, micro, physical
 from flashrt.ir.bounds import Bounds
 from flashrt.ir.types import Dim, Env, State, Weight, evaluate
+from flashrt.layouts import aligned
 from flashrt.machine import Device, Machine
 from flashrt.passes.budget import HOSTS, Held, held_bytes, weights_held
-from flashrt.passes.cost import Costs, Node
-from flashrt.passes.lending import Lending
+from flashrt.passes.cost import Costs, Node, block_bytes
+from flashrt.passes.lending import Lending, covers
 from flashrt.passes.parts import Parts
 from flashrt.passes.shard import Cut
 from flashrt.passes.spread import Copied, Parted, Seat, Shared, Summed, Whole
@@ -43,6 +45,20 @@ class Earlier:
         out: dict[tuple[str, str], tuple[int, int]] = {}
         for graph in self.graphs:
             out |= weights_held(graph.nodes, {w.name: w for w in graph.weights}, Bounds.of(graph))
+        return out
+
+    def beside(self, blocks: Iterable[micro.Block]) -> Counter[str]:
+        """Bytes that the plans keep on each device and that aren't among these blocks."""
+        if self.streaming() is not None:
+            return Counter()  # the same blocks everywhere
+        here = {(b.name, b.device): b for b in blocks}
+        weights = {w.name: w for w in self.weights()}
+        out = Counter[str]()
+        for (name, device), rows in self.held().items():
+            out[device] += aligned(block_bytes(weights[name], *rows))
+            block = here.get((name, device))
+            if block is not None and covers(rows, (block.lo, block.hi)):
+                out[device] -= aligned(block.bytes)
         return out
 
     def weights(self) -> list[Weight]:

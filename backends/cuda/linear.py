@@ -122,7 +122,8 @@ def _block(w: Matrix, rows: int, numerics: str, ops: Operands) -> Block:
     if not fitting:
         needed = room(w, 1, numerics) + least
         raise PlanError(f"{ops.device}: products of {w.k} inputs need {needed} bytes of shared memory")
-    tokens = -(-rows // -(-rows // fitting[-1]))
+    even = -(-rows // -(-rows // fitting[-1]))
+    tokens = next(t for t in fitting if t >= even)  # up to 8 have sums twice: less may not fit
     free = ops.limits.shared - room(w, tokens, numerics)
     slot = slot_bytes(w.layout.name, span_of(w.layout.name, w.k, SLOT))
     while ring_bytes(slot, 2) > free:

@@ -79,9 +79,11 @@ def read_arrays(path: Path) -> Arrays:
             return {name: arrays[name] for name in arrays.files}
     except FileNotFoundError:
         raise RequestError(f"{path} is missing") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except OSError as error:
+        raise RequestError(f"{path} can't be read: {error.strerror or error}") from None
+    except (ValueError, EOFError, zipfile.BadZipFile):  # whose texts advise to allow pickles
         raise RequestError(
-            f"{path} isn't an .npz file of plain arrays: {error}", hint="write it with numpy.savez"
+            f"{path} isn't an .npz file of plain arrays", hint="write it with numpy.savez"
         ) from None
 
 

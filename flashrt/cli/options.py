@@ -65,7 +65,8 @@ Devices = Annotated[
         "--devices",
         metavar="ID[,ID…]",
         help="where to run (repeatable): cpu:0 is the whole processor, cpu:0-3 its cores 0 to 3, cpu:4-4 one "
-        "core; reference:0 is slow and defines the meaning; null:0 only pretends (default: cpu:0)",
+        "core; cuda:0 is an NVIDIA GPU, npu:NAME a neural processor (docs/npu.md has the names); reference:0 "
+        "is slow and defines the meaning; null:0 only pretends (default: cpu:0)",
     ),
 ]
 Budgets = Annotated[

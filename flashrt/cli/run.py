@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from flashrt.llm.generate import Completion
     from flashrt.llm.request import Sampling
 
-_NO_PROMPT = "--input and --output go without a prompt: they are for models of another kind"
-
 Prompt = str | Sequence[Mapping[str, str]]
 
 
@@ -93,7 +91,7 @@ def run_(
     chosen = Chosen(context, tokens, without, numerics, device, budget, place)
     if input is not None or (output is not None and prompt is None and source is None):
         if source or interactive or raw or system or prompt is not None:
-            raise RequestError(_NO_PROMPT)
+            raise RequestError("--input takes the place of a prompt: give one of them")
         run_arrays(model, chosen, input, output, threads=threads, fresh=fresh, as_json=as_json)
         return
 
@@ -117,7 +115,7 @@ def run_(
         run_text(compiled.plan, text, output, threads=threads, as_json=as_json)
         return
     if output is not None:
-        raise RequestError(_NO_PROMPT)
+        raise RequestError(f"{compiled.plan.name} answers with text: --output is for models that give arrays")
     with open_model(model, compiled, threads, live=live) as llm:
         if interactive:
             _converse(llm, system, sampling)

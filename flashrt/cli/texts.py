@@ -25,7 +25,8 @@ def run_text(plan: Plan, text: str, target: Path | None, *, threads: int | None,
     """Prints the embedding of a text, and writes all outputs to `target`.
 
     Raises:
-        RequestError: the folder had no tokenizer, or the model gives no embedding and there is no target.
+        RequestError: the text is empty, the folder had no tokenizer, or the model gives no embedding and
+            there is no target.
     """
     if target is not None:
         check_target(target)
@@ -48,7 +49,8 @@ def run_text(plan: Plan, text: str, target: Path | None, *, threads: int | None,
         return
     if vector is not None:
         sys.stdout.write(json.dumps(vector) + "\n")
-    say(f"{tokens} tokens · {seconds * 1e3:,.1f} ms · peak memory {size(peak_memory())}", "dim")
+    kept = f"{', '.join(outputs)} → {target} · " if target is not None else ""
+    say(f"{kept}{tokens} tokens · {seconds * 1e3:,.1f} ms · peak memory {size(peak_memory())}", "dim")
 
 
 def _ids(plan: Plan, text: str) -> Arrays:
@@ -63,6 +65,8 @@ def _ids(plan: Plan, text: str) -> Arrays:
             f"{plan.name} has no tokenizer.json, so it takes no text", hint="give token ids: --input IN.npz"
         )
     ids, types = encoded(plan.text.tokenizer, text)
+    if not ids:
+        raise RequestError("the text is empty: it has no tokens")
     given = {IDS: np.array([ids], np.int64)}
     if "token_type_ids" in plan.inputs:
         given["token_type_ids"] = np.array([types], np.int64)

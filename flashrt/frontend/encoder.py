@@ -158,7 +158,8 @@ def _config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a configuration class makes of wrong values
-        raise ModelError(f"{folder / 'config.json'} isn't a valid configuration: {error}") from None
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise ModelError(f"{folder / 'config.json'} isn't a valid configuration: {first[:300]}") from None
 
 
 @contextmanager

@@ -139,7 +139,7 @@ class OnnxModule(torch.nn.Module):
             return [_Held(folded)]
         function = OPERATORS.get(step.op)
         if function is None:
-            raise step.refuse("the operator isn't supported", "flashrt's docs/models.md lists those that are")
+            raise step.refuse("the operator isn't supported", "flashrt's docs/networks.md tells which aren't")
         values, attrs = _arguments(step, function, args, self.opset)
         module = self.nodes.get_submodule(step.path)
         try:

@@ -71,9 +71,8 @@ class _Facts:
         return _Facts(self.path, f"{self.where}.{key}", self.values.get(key))
 
     def refuse(self, key: str, value: object, wanted: str) -> NoReturn:
-        raise UnsupportedModel(
-            f"{self.path}: {self.where}.{key} is {value!r}, which isn't read ({wanted})", hint=ADVICE
-        )
+        found = "is missing" if value is None else f"is {value!r}, which isn't read"
+        raise UnsupportedModel(f"{self.path}: {self.where}.{key} {found} ({wanted})", hint=ADVICE)
 
     def among(self, *keys: str, known: tuple[Any, ...], default: Any = None) -> Any:
         """A value, which must be one of the known ones."""

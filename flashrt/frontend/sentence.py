@@ -90,7 +90,7 @@ def _poolings(path: Path) -> tuple[str, ...]:
     if named is None:
         flags = [k for k in facts if k.startswith(_FLAG) and facts[k]]
         named = [POOLINGS[k] for k in POOLINGS if k in flags] + [k for k in flags if k not in POOLINGS]
-    found = tuple(map(str, [named] if isinstance(named, str) else named)) or ("mean",)
+    found = tuple(map(str, named if isinstance(named, list) else [named])) or ("mean",)
     if unknown := [p for p in found if p not in POOLINGS.values()]:
         raise UnsupportedModel(
             f"{path}: the pooling {unknown[0].removeprefix(_FLAG)} isn't supported",

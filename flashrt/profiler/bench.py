@@ -95,7 +95,7 @@ def check(plan: Plan, tests: Sequence[Test]) -> None:
     """Raises RequestError for a plan without a tokenizer, and tests that don't fit it."""
     if plan.chat is None:
         raise RequestError(
-            f"{plan.name} isn't a language model: it has no tokenizer",
+            f"{plan.name} isn't a language model with a tokenizer",
             hint="there are no tokens to count: time flashrt.load(...).call(inputs) instead",
         )
     most, step = most_sequences(plan), most_tokens(plan)

@@ -38,7 +38,7 @@ def measure(plan: Plan, lossless: Plan, text: str = "") -> Quality:
     Raises ModelError for a plan without tokenizer, or when the text is too short to say anything.
     """
     if plan.chat is None:
-        raise ModelError(f"{plan.name} isn't a language model: it has no tokenizer")
+        raise ModelError(f"{plan.name} isn't a language model with a tokenizer")
     ids = Chat(plan.chat).prompt(text or TEXT.read_text("utf-8"))[: min(LONGEST, plan.chat.context)]
     if len(ids) < 2:
         raise ModelError("the text has fewer than two tokens", hint="take a longer one")

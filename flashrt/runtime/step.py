@@ -97,8 +97,9 @@ def as_arrays(inputs: Mapping[str, TensorType], given: Mapping[str, Any]) -> Arr
     """The inputs as arrays of their dtypes. Raises RequestError when a name or a value doesn't fit."""
     missing, extra = inputs.keys() - given.keys(), given.keys() - inputs.keys()
     if missing or extra:
+        wrong = [f"{what} {sorted(n)}" for what, n in (("missing", missing), ("unknown", extra)) if n]
         raise RequestError(
-            f"inputs don't match: missing {sorted(missing)}, unknown {sorted(extra)}",
+            f"inputs don't match: {', '.join(wrong)}",
             hint=f"the program takes: {', '.join(f'{n} {t}' for n, t in inputs.items())}",
         )
     return {name: _as_array(name, type, given[name]) for name, type in inputs.items()}

@@ -149,7 +149,7 @@ def test_alias_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_running_what_has_no_tokenizer(made: Path) -> None:
-    refused(call("run", made / LOGICAL, "-p", "x", *ON_REFERENCE), "no tokenizer", "flashrt.load")
+    refused(call("run", made / LOGICAL, "-p", "x", *ON_REFERENCE), "with a tokenizer", "flashrt.load")
 
 
 # ---- options and environment -------------------------------------------------------

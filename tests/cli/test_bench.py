@@ -133,7 +133,9 @@ def test_json(plan: str) -> None:
 
 
 def test_what_is_no_language_model(made: Path) -> None:
-    refused(call("bench", made / "tiny.logical", "-p", "2", *ON_REFERENCE), "no tokenizer", "flashrt.load")
+    refused(
+        call("bench", made / "tiny.logical", "-p", "2", *ON_REFERENCE), "with a tokenizer", "flashrt.load"
+    )
     refused(call("bench", made / "nosuch.gguf"), "no such model")
 
 

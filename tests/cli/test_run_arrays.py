@@ -76,16 +76,20 @@ def test_files_that_do_not_fit(net: Path, tmp_path: Path) -> None:
     text.write_text("no arrays")
     out = tmp_path / "y.npz"
     refused(call("run", net, "--input", tmp_path / "no.npz", "--output", out), "no.npz is missing")
-    refused(call("run", net, "--input", text, "--output", out), "isn't an .npz file")
+    garbage = call("run", net, "--input", text, "--output", out)
+    refused(garbage, "isn't an .npz file")
+    assert "pickle" not in garbage.stderr
     refused(call("run", net, "--input", one, "--output", out), "one array without a name")
     refused(
         call("run", net, "--input", good, "--output", tmp_path / "no" / "y.npz"), "a folder that isn't there"
     )
     refused(call("run", net, "--input", good), "--input and --output go together")
-    refused(call("run", net, "--input", good, "--output", out, "-p", "hi"), "without a prompt")
+    refused(call("run", net, "--input", good, "--output", out, "-p", "hi"), "takes the place of a prompt")
 
 
 def test_a_language_model_takes_text(plan: str, tmp_path: Path) -> None:
     source = arrays(tmp_path / "x.npz", x=np.zeros(3))
     result = call("run", plan, "--input", source, "--output", tmp_path / "y.npz")
     refused(result, "is a language model", "--prompt")
+    result = call("run", plan, "--raw", "-p", "a", "--output", tmp_path / "y.npz")
+    refused(result, "answers with text")

@@ -245,12 +245,27 @@ def test_arrays_that_do_not_fit(folder: Path, tmp_path: Path, arrays: Any, words
 def test_what_an_encoder_does_not_do(folder: Path, tmp_path: Path) -> None:
     result = run(folder, "--interactive")
     assert result.exit_code == 2 and "is a text encoder" in result.output
+    result = run(folder, "--prompt", "cats", "--input", "x.npz")
+    assert result.exit_code == 2 and "--input takes the place of a prompt" in result.output
     bare = tmp_path / "bare"
     save(bare)
     result = run(bare, "--prompt", "cats")
     assert result.exit_code == 2 and "gives no sentence_embedding" in result.output
     result = run(bare, "--prompt", "cats", "--output", tmp_path / "y.npz")
     assert result.exit_code == 2 and "has no tokenizer.json" in result.output
+
+
+def test_texts_without_tokens_and_without_embeddings(tmp_path: Path) -> None:
+    save(tmp_path)
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="."))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    target = tmp_path / "y.npz"
+    result = run(tmp_path, "--prompt", "", "--output", target)
+    assert result.exit_code == 2 and "the text is empty" in result.output
+    result = run(tmp_path, "--prompt", "cats", "--output", target)
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.stderr.split())
+    assert "last_hidden_state, pooler_output" in told and "1 tokens" in told
 
 
 # ---- folders -----------------------------------------------------------------------------
@@ -270,6 +285,7 @@ def test_which_folders_are_encoders(tmp_path: Path) -> None:
     ("pooling", "kinds", "words"),
     [
         ({"pooling_mode_weightedmean_tokens": True}, None, "pooling weightedmean_tokens isn't supported"),
+        ({"pooling_mode": 5}, None, "pooling 5 isn't supported"),
         ({"pooling_mode": "cls"}, ["Transformer", "Pooling", "Dense"], "lists Transformer, Pooling, Dense"),
         ({"pooling_mode": "cls"}, ["CLIPModel"], "lists CLIPModel"),
     ],
@@ -283,6 +299,16 @@ def test_modules_that_are_not_known(
         (tmp_path / "modules.json").write_text(json.dumps([{"path": "", "type": f"x.{k}"} for k in kinds]))
     with pytest.raises(UnsupportedModel, match=words):
         engine.obtain(str(tmp_path))
+
+
+def test_a_configuration_that_is_not_known(tmp_path: Path) -> None:
+    """One line, without what transformers says of installing it anew."""
+    save(tmp_path)
+    sentences(tmp_path, {"pooling_mode": "cls"})
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    with pytest.raises(ModelError, match="isn't a valid configuration") as caught:
+        engine.obtain(str(tmp_path))
+    assert "nonsense" in str(caught.value) and "pip install" not in str(caught.value)
 
 
 def test_tensors_that_are_missing(tmp_path: Path) -> None:

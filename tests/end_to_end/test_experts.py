@@ -29,7 +29,6 @@ DEEPSEEK: dict[str, Any] = {
     "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_shared_experts": 1,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen3_moe": ("qwen3_moe", {**QWEN, "norm_topk_prob": True}),
     "gpt_oss": (
         "gpt_oss",
@@ -38,6 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", DEEPSEEK),
 }
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen3_moe-weights-as-they-are": ("qwen3_moe", {**QWEN, "norm_topk_prob": False}),
     "qwen2_moe-shared-expert": ("qwen2_moe", {**QWEN, "shared_expert_intermediate_size": 48}),
     "deepseek_v2": ("deepseek_v2", DEEPSEEK),

@@ -67,15 +67,15 @@ BART: dict[str, Any] = {
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "llama-tied": ("llama", TIED),
-    "llama-bf16": ("llama", {"dtype": torch.bfloat16}),
     "llama-sharded-tied-bf16": ("llama", {**TIED, "dtype": torch.bfloat16, "shard": "40KB"}),
     "llama-odd-sizes": ("llama", ODD),
     "qwen2": ("qwen2", {}),
-    "qwen2-tied": ("qwen2", TIED),
     "mistral-window": ("mistral", SLIDING),
 }  # fmt: skip
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-tied": ("llama", TIED),
+    "llama-bf16": ("llama", {"dtype": torch.bfloat16}),
+    "qwen2-tied": ("qwen2", TIED),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "gemma2": ("gemma2", GEMMA),
     "gemma3": ("gemma3_text", GEMMA),

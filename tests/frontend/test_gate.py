@@ -99,7 +99,7 @@ def test_leaks_are_found(leak: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("kind", "facts"),
     [
-        ("llama", {}),
+        pytest.param("llama", {}, marks=pytest.mark.slow),
         ("gemma3_text", {"sliding_window": 512}),
         ("phi3", {"partial_rotary_factor": 0.5}),
         ("gpt2", {}),

@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, r"config\.json: .*quant_method is 'bitsandbytes'"),
     "fp8": ({"quant_method": "fp8"}, r"read: awq, gptq, compressed-tensors"),
     "mxfp4": ({"quant_method": "mxfp4"}, "'mxfp4'"),
-    "no method": ({"bits": 4}, "quant_method is None"),
+    "no method": ({"bits": 4}, "quant_method is missing"),
     "gemv": (changed("awq-32", version="GEMV"), r"quantization_config\.version is 'GEMV'.*gemm"),
     "llm-awq": (changed("awq-32", backend="llm-awq"), "backend is 'llm-awq'"),
     "awq of 8 bits": (changed("awq-32", bits=8), "bits is 8"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.llama_shape import Shape, imported
@@ -44,8 +44,12 @@ def h200(limit: int, link: float = 55e9) -> Machine:
     return Machine((cpu, gpu), (*ways, Link("disk", CPU, known(2e9), known(50.0))))
 
 
-@cache
 def compiled(shape: Shape, limit: int, numerics: str = "fast", link: float = 55e9) -> Plan:
+    return _compiled(shape, limit, numerics, link)  # one key, however the defaults are given
+
+
+@cache
+def _compiled(shape: Shape, limit: int, numerics: str, link: float) -> Plan:
     options = CompileOptions(shape.context, 512, 4, numerics=numerics)
     return compile_model(imported(shape), h200(limit, link), options)
 
@@ -134,7 +138,7 @@ def test_budgets(shape: Shape, limit: int) -> None:
 
 
 @hybrid
-@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("numerics", [pytest.param("exact", marks=pytest.mark.slow), "fast"])
 def test_the_estimate_of_small_steps_is_honest(shape: Shape, limit: int, numerics: str) -> None:
     """It is no less than the bytes of all weights take at the rates of their memories, and little more."""
     plan = compiled(shape, limit, numerics)
@@ -205,7 +209,8 @@ def request(plan: Plan) -> float:
     return max(1.0, PROMPT / plan.variants[1].hi) * large + ANSWER * small
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
+@example(7344816, 1e10, 1.5e10, 7.7e10, 0.5, 1.4e12)  # the head stays for small steps, and large ones pass
 @given(
     st.integers(3 << 20, 10 << 20), st.floats(1e10, 4e12), st.floats(1e9, 1e11), st.floats(1e9, 1e11),
     st.floats(0.5, 50.0), st.floats(1e11, 1e13),

@@ -1,0 +1,186 @@
+"""Products whose weights pass through a ring in shared memory: its sizes, and the same bits in whatever order
+warps run, however small the ring, and on however many processors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from flashrt.backends.cuda import CudaBackend, CudaDevice, linear, missing
+from flashrt.backends.cuda.operands import Limits, Matrix, Operands
+from flashrt.errors import PlanError
+from flashrt.ir.ops import LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
+from flashrt.layouts import LAYOUTS, U8, pack_plain
+from tests.backends.cpu_streams import packed
+from tests.backends.cuda_streams import F32, agree, run, spec
+from tests.backends.kernel_texts import AT, linear_text
+
+RNG = np.random.default_rng(7)
+EXACT = 'numerics="acc=f32"'
+KIB = 1 << 10
+
+
+# ---- sizes -----------------------------------------------------------------------------
+def block(layout: str, k: int, rows: int, numerics: str, shared: int) -> linear.Block:
+    limits = Limits(processors=132, shared=shared, shared_all=shared + KIB)
+    ops = SimpleNamespace(limits=limits, device="gpu:0")
+    return linear._block(Matrix(0, 64, k, LAYOUTS[layout]), rows, numerics, cast(Operands, ops))
+
+
+def room(layout: str, k: int, tokens: int, numerics: str) -> int:
+    return linear.room(Matrix(0, 64, k, LAYOUTS[layout]), tokens, numerics)
+
+
+def tight(layout: str, k: int, tokens: int, numerics: str) -> int:
+    """Bytes of shared memory with which a block has two of the smallest slots."""
+    least = linear.ring_bytes(linear.slot_bytes(layout, linear.WARPS), 2)
+    return room(layout, k, tokens, numerics) + least
+
+
+@pytest.mark.parametrize("shared", [99 * KIB, 163 * KIB, 227 * KIB], ids=["consumer", "A100", "H100"])
+@pytest.mark.parametrize("numerics", [LINEAR_EXACT, LINEAR_BF16, LINEAR_I8])
+@pytest.mark.parametrize("layout", linear.NAMES)
+def test_a_ring_fits_beside_what_a_block_keeps(layout: str, numerics: str, shared: int) -> None:
+    for k in (32, 576, 2080, 4096, 8192, 14336):
+        if tight(layout, k, 1, numerics) > shared:
+            assert (layout, k, numerics, shared) == ("bf16", 14336, LINEAR_EXACT, 99 * KIB)
+            continue
+        for rows in range(1, 33):
+            found = block(layout, k, rows, numerics, shared)
+            kept = room(layout, k, found.tokens, numerics)
+            assert kept + linear.ring_bytes(found.slot, found.depth) == found.shared <= shared
+            assert 2 <= found.depth <= linear.DEPTH
+            assert found.span % linear.WARPS == 0
+            assert linear.slot_bytes(layout, found.span) <= found.slot <= linear.SLOT
+            assert found.slot % 128 == 0
+            assert found.tokens * found.digits <= min(8 * found.tile, linear.COLUMNS)
+            # one more slot, if the ring may have it, has no room
+            assert found.depth == linear.DEPTH or found.shared + found.slot > shared
+
+
+@pytest.mark.parametrize("layout", linear.NAMES)
+def test_slots_share_a_row_evenly(layout: str) -> None:
+    for k in range(32, 20000, 32 * 7):
+        for slot in (linear.slot_bytes(layout, linear.WARPS), 20000, linear.SLOT):
+            span, blocks = linear.span_of(layout, k, slot), -(-k // 32)
+            turns = -(-blocks // span)
+            assert linear.slot_bytes(layout, span) <= slot
+            assert span * turns - blocks < linear.WARPS * turns  # none has a whole round too many
+            assert span <= -(-blocks // linear.WARPS) * linear.WARPS
+
+
+def test_a_product_that_is_too_wide_is_refused() -> None:
+    with pytest.raises(PlanError, match="bytes of shared memory"):
+        block("bf16", 32 << 10, 1, LINEAR_EXACT, 99 * KIB)
+
+
+# ---- the kernels -----------------------------------------------------------------------
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.slow)],
+)
+def gpu(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
+    if request.param == "gpu":
+        if reason := missing():
+            pytest.skip(reason)
+        device = CudaBackend().open(replace(spec(), id="gpu:0"))
+        device.spec = spec()
+    else:
+        if not missing():
+            pytest.skip("there is a GPU")
+        from tests.backends.cuda_emulated import COMPILER, EmulatedDriver
+
+        if COMPILER is None:
+            pytest.skip("no g++ to compile the emulated kernels")
+        device = CudaDevice(spec(), EmulatedDriver())
+    yield device
+    device.close()
+
+
+def r(*shape: int) -> F32:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def f32(x: Any) -> U8:
+    return pack_plain(LAYOUTS["f32"], np.asarray(x, np.float32))
+
+
+def mlp(layout: str, n: int, k: int, numerics: str) -> str:
+    """rms_norm of %0, its rounding, one product for gate and up, gated into %4: one kernel."""
+    scheme = {LINEAR_BF16: "bf16", LINEAR_I8: "i8/32"}.get(numerics, "")
+    rounded = {"bf16": f"bf16[32*ceildiv(T,32),{k}]", "i8/32": f"u8[T,{k + k // 8}]", "": f"f32[T,{k}]"}
+    quantize = f"quantize {AT} src=%1 dst=%2 scheme={scheme}\n" if scheme else ""
+    x = "%2" if scheme else "%1"
+    return f"""weight w f32[{2 * n},{k}] sources=[w] layout={layout}
+weight b f32[{k}] sources=[b] layout=f32
+slot %0 cpu:0 f32[T,{k}]
+slot %1 cpu:0 f32[T,{k}]
+slot %2 cpu:0 {rounded[scheme]}
+slot %3 cpu:0 f32[T,{2 * n}]
+slot %4 cpu:0 f32[T,{n}]
+block w cpu:0 lo=0 hi={2 * n} bytes=0
+block b cpu:0 lo=0 hi={k} bytes=0
+dispatch {AT} kernel=rms_norm args=[%0,@b] dst=%1 attrs={{eps=1e-05,width={k},offset=1}} {EXACT}
+{quantize}dispatch {AT} kernel=linear.{layout} args=[{x},@w] dst=%3 numerics="{numerics}"
+dispatch {AT} kernel=gated args=[%3[0:{n}],%3[{n}:{2 * n}]] dst=%4 attrs={{act="silu"}} {EXACT}
+"""
+
+
+def same_bits(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch, text: str, values: Any, out: int, blocks: Any,
+    shared: int, rows: int,
+) -> None:  # fmt: skip
+    """What a slot has with two of the smallest slots, on few processors, in several orders of the warps."""
+    driver = device.driver
+    want = run(device, text, values, blocks, T=rows).read(out)
+    assert np.isfinite(want).all()
+    for processors, down, late in [(1, 0, -1), (2, 1, -1), (3, 0, 16), (1, 1, 16), (1, 0, 17), (1, 0, 5)]:
+        monkeypatch.setattr(driver, "limits", replace(driver.limits, processors=processors, shared=shared))
+        in_turns(device, down, late)
+        got = run(device, text, values, blocks, T=rows).read(out)
+        in_turns(device, 0, -1)
+        assert got.tobytes() == want.tobytes(), (processors, down, late)
+
+
+def in_turns(device: CudaDevice, down: int, late: int) -> None:
+    """The order in which emulated threads run. late: a warp that is slower than all others."""
+    from tests.backends.cuda_emulated import EmulatedDriver, library
+
+    if isinstance(device.driver, EmulatedDriver):
+        library().take_turns(down, late)
+
+
+@pytest.mark.parametrize("t", [1, 3])
+@pytest.mark.parametrize("layout", linear.NAMES)
+def test_bias_and_residual(gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, layout: str, t: int) -> None:
+    """Channels that fill no tile, inputs that fill no slot, and more slots than the ring has."""
+    n, k = 75, 1632
+    text = linear_text(layout, n, k, "+bias+residual", f'numerics="{LINEAR_EXACT}"')
+    values, blocks = {0: r(t, k), 2: r(t, n)}, {"w": packed(layout, n, k), "b": f32(r(n))}
+    agree(gpu, text, values, 1, blocks, T=t)
+    same_bits(gpu, monkeypatch, text, values, 1, blocks, tight(layout, k, t, LINEAR_EXACT), t)
+
+
+@pytest.mark.parametrize(
+    "layout,numerics,t,tolerance",
+    [
+        ("q4.16x32", LINEAR_EXACT, 1, 4e-6), ("q4m.16x32", LINEAR_EXACT, 2, 4e-6),
+        ("q8.16x32", LINEAR_EXACT, 2, 4e-6), ("bf16", LINEAR_EXACT, 2, 4e-6),
+        ("bf16", LINEAR_BF16, 8, 4e-3), ("q4.16x32", LINEAR_BF16, 4, 4e-3),
+        ("q4m.16x32", LINEAR_I8, 8, 4e-6), ("q8.16x32", LINEAR_I8, 1, 4e-6),
+    ],
+)  # fmt: skip
+def test_norm_and_gate(
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, layout: str, numerics: str, t: int, tolerance: float
+) -> None:
+    """Both halves of a tile, one after the other with bf16, and several tiles for a block."""
+    n, k = 48, 1120
+    text = mlp(layout, n, k, numerics)
+    values, blocks = {0: r(t, k)}, {"w": packed(layout, 2 * n, k), "b": f32(0.1 * r(k))}
+    agree(gpu, text, values, 4, blocks, T=t, tolerance=tolerance)
+    same_bits(gpu, monkeypatch, text, values, 4, blocks, tight(layout, k, t, numerics), t)
