@@ -60,7 +60,9 @@ def plan_all(variants: Sequence[Variant], machine: Machine, manner: Manner) -> d
     for v in variants:
         own = replace(v.options, earlier=earlier, devices=manner.devices or v.options.devices)
         planned[v.name] = made = plan(v.graph, machine, own, check=v.check)
-        earlier = Earlier((*earlier.graphs, made.physical), results)
+        # where weights stream, the same ones stay in every variant: each needs the same room for them
+        same = earlier.reserve if Earlier((made.physical,)).streaming() else results
+        earlier = Earlier((*earlier.graphs, made.physical), same)
     return planned
 
 
@@ -110,6 +112,8 @@ def _tried(
             except PlanError:
                 continue
             small, large = (planned[v.name] for v in variants)
+            if manner.rings and Earlier((small.physical,)).streaming():
+                continue  # the host's memory keeps nothing that a ring could bring
             took = _request(small, large, machine)
             yield took * (1 + FIRST * (manner == Manner())), manner, planned
             break

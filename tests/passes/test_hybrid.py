@@ -211,6 +211,7 @@ def request(plan: Plan) -> float:
 
 @settings(max_examples=3, deadline=None)
 @example(7344816, 1e10, 1.5e10, 7.7e10, 0.5, 1.4e12)  # the head stays for small steps, and large ones pass
+@example(7344816, 1.4e12, 7.7e10, 1.5e10, 19.0, 3.2e11)  # small steps stream, too
 @given(
     st.integers(3 << 20, 10 << 20), st.floats(1e10, 4e12), st.floats(1e9, 1e11), st.floats(1e9, 1e11),
     st.floats(0.5, 50.0), st.floats(1e11, 1e13),
