@@ -288,7 +288,7 @@ DAMAGE: dict[str, tuple[Any, type[FlashrtError], str]] = {
         UnsupportedModel, r"'lllama'.*\n.*close to it: llama"),
     "quantised": (
         lambda d: _change(d / "config.json", quantization_config={"quant_method": "gptq"}),
-        UnsupportedModel, r"config\.json: quantization_config\.bits is None"),
+        UnsupportedModel, r"config\.json: quantization_config\.bits is missing"),
     "recurrent": (
         lambda d: _change(d / "config.json", model_type="lfm2", layer_types=["conv", "full_attention"]),
         UnsupportedModel, "layers of kind conv"),
