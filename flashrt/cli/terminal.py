@@ -61,12 +61,20 @@ def _ended_well() -> Iterator[None]:
         say("interrupted")
         raise typer.Exit(130) from None
     except BrokenPipeError:
-        # the reader has gone (`| head`): nothing more to say, and Python must not try at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_stdout()  # the reader has gone (`| head`): nothing more to say
         raise typer.Exit(0) from None
     except OSError as error:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _give_up_stdout()
         say(Text.assemble(("error: ", "bold red"), str(error)))
         raise typer.Exit(2) from None
+
+
+def _give_up_stdout() -> None:
+    """What is left to print goes nowhere: Python would try once more at exit, and end with 120."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(error: FlashrtError) -> None:
