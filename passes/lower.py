@@ -2,8 +2,8 @@
 
 Every value gets a slot of its own, every weight is loaded directly before its first use
 and evicted directly after its last one, and everything of a device runs in its lane
-"compute", copies to other devices in the source's lane "copy_out", or in "compute" where the
-source can write to the other one's memory itself.
+"compute", copies to other devices in the source's lane "copy_out", or in "compute" where one of
+the two can reach the other one's memory itself.
 
     %y = linear(%x,@w,@b) {bias=true} numerics="act=i8/32 …"  →  quantize %x → %xq
                                                                  prefetch w, prefetch b
@@ -25,13 +25,15 @@ from flashrt.ir.ops import EXACT, KV_WRITE_BF16, QUANTIZED
 from flashrt.ir.order import COMPUTE
 from flashrt.ir.types import Dim, Output, TensorType
 from flashrt.machine import Device, Machine
-from flashrt.passes.budget import weight_road
+from flashrt.passes.budget import HOSTS, weight_road
 from flashrt.passes.cost import block_bytes, kernel_of, settings
 from flashrt.passes.rows import rows_used, takes_channels
 from flashrt.passes.strided import input_takes_range
 from flashrt.passes.ticks import synchronise
 
 COPY_OUT = "copy_out"
+GPU = "gpu"
+CARRIED = 1 << 20  # bytes up to which a GPU's own code copies: more go by the GPU's copy engines
 
 
 def lower(graph: physical.Graph, machine: Machine | None = None) -> micro.Stream:
@@ -149,19 +151,26 @@ class _Lowering:
 
     def _transfer(self, node: physical.Node) -> None:
         source = self._nodes[node.inputs[0][1:]]
+        device = self._copies_itself(source, node)
+        runs = device or source.device
         copy = micro.Transfer(
-            device=source.device, lane=self._copy_lane(source, node),
-            src=self._home(source.name, source.device),
+            device=runs, lane=COMPUTE if device else COPY_OUT,
+            src=self._home(source.name, source.device), source=source.device * (runs != source.device),
             dst=self._home(node.name, node.device), to=node.device,
             bytes=node.bytes, est=node.est, node=node.name,
         )  # fmt: skip
-        self._groups.append(_Group(source.device, [copy]))
+        self._groups.append(_Group(runs, [copy]))
 
-    def _copy_lane(self, source: physical.Node, copy: physical.Node) -> str:
+    def _copies_itself(self, source: physical.Node, copy: physical.Node) -> str:
+        """The device whose compiled code makes a copy: its source or where it goes; "" for none."""
         if self._machine is None or source.type.dtype != "f32":
-            return COPY_OUT
+            return ""
         here, there = self._machine.device(source.device), self._machine.device(copy.device)
-        return COMPUTE if _reaches(here, there) else COPY_OUT
+        if _in_one_pool(here, there):
+            return here.id
+        gpu, other = (here, there) if here.kind == GPU else (there, here)
+        few = self._bounds.interval(copy.type.bytes)[1] <= CARRIED
+        return gpu.id if gpu.kind == GPU and other.kind in HOSTS and few and _scales(gpu) else ""
 
     def _attention(self, node: physical.Node) -> None:
         q, k, v, positions, seq, pages, *sinks = [self._arg(node, i) for i in range(len(node.inputs))]
@@ -286,13 +295,18 @@ class _Lowering:
         return micro.Prefetch(device=block.device, lane=COMPUTE, block=block.name, bytes=block.bytes, est=est)
 
 
-def _reaches(device: Device, other: Device) -> bool:
+def _in_one_pool(device: Device, other: Device) -> bool:
     """Whether a device's compiled code can write to the memory of another one: both compute in the host's.
 
     A lane of copies is a thread that wakes up for each; a row of the code copies kilobytes in a microsecond.
     """
     pooled = device.kind == other.kind == "cpu" and device.pool == other.pool != ""
-    return pooled and device.supports("scale", EXACT)
+    return pooled and _scales(device)
+
+
+def _scales(device: Device) -> bool:
+    """Whether its code can copy: as a product by one."""
+    return device.supports("scale", EXACT)
 
 
 def _is_shard(source: physical.Node, node: physical.Node) -> bool:

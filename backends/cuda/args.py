@@ -169,6 +169,29 @@ class Attention(NamedTuple):
 class Pull(NamedTuple):
     entries: int
     many: int
+    stamp: int
+
+
+class Carry(NamedTuple):
+    tick_0: int = 0
+    tick_1: int = 0
+    tick_2: int = 0
+    tick_3: int = 0
+    step_0: int = 0
+    step_1: int = 0
+    step_2: int = 0
+    step_3: int = 0
+    epoch: int = 0
+    abort: int = 0
+    x: int = 0
+    x_stride: int = 0
+    y: int = 0
+    y_stride: int = 0
+    words: int = 0
+    rows: int = 0
+    signal: int = 0
+    through: int = 0
+    stamps: int = 0
 
 
 class Norm(NamedTuple):

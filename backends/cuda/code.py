@@ -5,8 +5,10 @@ recorded as a graph, which is one launch from then on. What changes between step
 inputs and sizes are pulled from pinned memory by the first kernel of each run. Positions of splits aren't:
 they are part of a bucket's key, and the buckets of a piece that ran longest ago are dropped.
 
-Pieces follow each other on the device; the host looks at them only where somebody outside waits for a tick,
-or where they wait for one from outside.
+Where kernels may wait for the host (`Driver.polls`), all instructions are one piece: kernels look at ticks
+from outside and set those that others wait for, and a step is one launch. Where blocks come and go, whose
+places the host has to know, pieces are cut at such ticks: they follow each other on the device, and the
+host looks at them only there.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from flashrt.backends.cuda.fuse import Fuser, rows_of
 from flashrt.backends.cuda.linear import few, takes
 from flashrt.backends.cuda.operands import Operands, Sizes, Twin, address_of
 from flashrt.backends.cuda.sample import greedy_only
+from flashrt.backends.cuda.ticks import Ticks, carries
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
 from flashrt.ir.order import root_of
@@ -54,18 +57,30 @@ class Bucket:
     runs: int = 0
 
 
-@dataclass(slots=True)
-class Piece:
-    """Instructions that run without looking at ticks.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Instructions without a wait for others but at their begin, or a tick for others but at their end.
 
-    waits: of the first one, for ticks from outside; signals: ticks, those that somebody outside waits for at
-    the end. symbols: and splits that its sizes depend on. ringed: blocks that come and go. inputs: slots.
-    samples: whether it draws tokens. end: stands behind the last run. buckets: by key, the one that ran last
-    at the end.
+    ticks: what kernels make of those; None where the host does.
     """
 
     instrs: tuple[Compute, ...]
     indices: tuple[int, ...]
+    ticks: Ticks | None
+
+
+@dataclass(slots=True)
+class Piece:
+    """Instructions that run without the host's looking at ticks.
+
+    parts: the stretches between ticks that kernels look at. waits: of the first instruction, for ticks from
+    outside that the host looks at; signals: ticks, those that somebody outside waits for at the end, which
+    the host sets. symbols: and splits that its sizes depend on. ringed: blocks that come and go. inputs:
+    slots. samples: whether it draws tokens. end: stands behind the last run. buckets: by key, the one that
+    ran last at the end.
+    """
+
+    parts: tuple[Part, ...]
     waits: tuple[micro.Wait, ...]
     signals: tuple[int, ...]
     symbols: tuple[str, ...]
@@ -97,6 +112,7 @@ class Code:
         rows_of(instrs)  # finds what is wrong with biases now
         # what else computes wants the cores that a thread would spend on looking at the device
         self._alone = all(i.device == device for i in stream.instrs if isinstance(i, Compute))
+        self._begun = driver.pinned(8).view(np.int64)  # when a step's first kernel ran, by the device's clock
         self._pieces = tuple(self._cut(instrs))
 
     @property
@@ -114,17 +130,17 @@ class Code:
         Raises DeviceError when the step is interrupted, or memory is lacking; then nothing is under way.
         """
         env, running = self._env(), deque[Piece]()
-        self._sizes.write(env)
+        self._sizes.write(env, epoch)
         with self._driver.at_work():
             try:
                 for piece in self._pieces:
                     arrived = time.perf_counter_ns()
                     self._await(piece, epoch, running)
                     started = time.perf_counter_ns()
-                    self._enqueue(piece, env)
+                    self._enqueue(piece, env, epoch)
                     piece.end.set()
                     running.append(piece)
-                    self.stamps[piece.indices[0]] = arrived, started, started
+                    self.stamps[piece.parts[0].indices[0]] = arrived, started, started
                 while running:
                     if self._alone and len(running) == 1:
                         self._driver.wait()
@@ -142,13 +158,35 @@ class Code:
     def _ended(self, piece: Piece, epoch: int) -> None:
         """A piece is through: its time, from the end of the one before at the earliest, and its ticks."""
         now = time.perf_counter_ns()
-        first = piece.indices[0]
-        if first:
-            self.stamps[first, 1] = max(self.stamps[first, 1], self.stamps[first - 1, 2])
-        self.stamps[first, 2] = now
-        self.stamps[list(piece.indices[1:])] = now
+        if piece.parts[0].ticks is not None:
+            self._look_at_ticks(piece, now)
+        else:
+            first, *others = piece.parts[0].indices
+            if first:
+                self.stamps[first, 1] = max(self.stamps[first, 1], self.stamps[first - 1, 2])
+            self.stamps[first, 2] = now
+            self.stamps[others] = now
         for tick in piece.signals:
             self._memory.ticks[tick] = epoch
+
+    def _look_at_ticks(self, piece: Piece, now: int) -> None:
+        """The times of parts as their kernels told them. Raises DeviceError when they gave up waiting."""
+        if self._memory.words[ABORT]:
+            raise DeviceError(f"{self._device}: interrupted")
+        # the first kernel begins when it is launched, or some microseconds later
+        apart = int(self.stamps[piece.parts[0].indices[0], 1] - self._begun[0])
+        last = int(self._begun[0])
+        for part, after in zip(piece.parts, (*piece.parts[1:], None), strict=True):
+            assert part.ticks is not None
+            came, went_on, ended = part.ticks.stamps.tolist()
+            if not part.ticks.waits:
+                came = went_on = last
+            if not part.ticks.signals:  # the next one waits, or it is the last one
+                ended = int(after.ticks.stamps[0]) if after is not None and after.ticks else now - apart
+            first, *others = part.indices
+            self.stamps[first] = came + apart, went_on + apart, ended + apart
+            self.stamps[others] = ended + apart
+            last = ended
 
     def _env(self) -> dict[str, int]:
         names = [*self._most, *self._splits]
@@ -166,14 +204,14 @@ class Code:
         if memory.words[ABORT]:
             raise DeviceError(f"{self._device}: interrupted in step {epoch}")
 
-    def _enqueue(self, piece: Piece, env: Env) -> None:
+    def _enqueue(self, piece: Piece, env: Env, epoch: int) -> None:
         at = {n: bucket(env[n], self._most[n]) if n in self._most else env[n] for n in piece.symbols}
         greedy = piece.samples and self._greedy(env)
         key: Key = (*at.values(), greedy, *self._addresses(piece))
         found = piece.buckets.get(key)
         if found is None:
             found = piece.buckets[key] = self._made(piece, at, greedy)
-            self._sizes.write(env)  # pieces under way may read them, too: for them they are as they were
+            self._sizes.write(env, epoch)  # pieces under way may read them, too: as they were
             if len(piece.buckets) > KEPT:
                 self._driver.wait()  # it may be under way
                 piece.buckets.popitem(last=False)
@@ -184,7 +222,7 @@ class Code:
         for work in found.replay:
             work()
         if not found.replay:
-            self._launch(found.steps)
+            _launch(self._driver, found.steps)
 
     def _made(self, piece: Piece, env: Env, greedy: bool) -> Bucket:
         """A new bucket; where memory is lacking, without any of the old ones."""
@@ -216,37 +254,46 @@ class Code:
     def _recorded(self, steps: Sequence[Step]) -> Iterator[Callable[[], None]]:
         for live, stretch in groupby(steps, lambda step: isinstance(step, Live)):
             some = list(stretch)
-            yield partial(self._launch, some) if live else self._driver.record(partial(self._launch, some))
-
-    def _launch(self, steps: Sequence[Step]) -> None:
-        for step in steps:
-            match step:
-                case Launch():
-                    self._driver.launch(step)
-                case Live():
-                    step.work()
-                case _:
-                    step()
+            work = partial(_launch, self._driver, some)
+            yield work if live else self._driver.record(work)
 
     # ---- pieces
     def _cut(self, instrs: Sequence[Compute]) -> Iterator[Piece]:
         mine, inner = set(map(id, instrs)), {i.signals for i in instrs if i.signals is not None}
         others = (i for i in self._memory.stream.instrs if id(i) not in mine)
         asked = {w.tick for i in others for w in i.waits} & inner
-        for indices in _cuts(instrs, inner, asked):
-            some = tuple(instrs[i] for i in indices)
-            blocks = dict.fromkeys(ref.block for i in some for ref in _rows_of(i))
-            yield Piece(
-                some,
-                tuple(indices),
-                tuple(w for i in some for w in i.waits if w.tick not in inner),
-                tuple(i.signals for i in some if i.signals is not None),
-                tuple(sorted(self._sizes_of(some))),
-                tuple(name for name in blocks if self._blocks[name].home == "ring"),
-                tuple(self._inputs(some)),
-                any(isinstance(i, micro.Dispatch) and i.kernel == "sample" for i in some),
-                self._driver.mark(),
-            )
+        cuts = [tuple(cut) for cut in _cuts(instrs, inner, asked)]
+        stays = not any(self._blocks[ref.block].home == "ring" for i in instrs for ref in _rows_of(i))
+        if self._driver.polls and stays:
+            times = self._driver.pinned(24 * len(cuts)).view(np.int64).reshape(-1, 3)
+            parts = []
+            for cut, stamps in zip(cuts, times, strict=True):
+                some = tuple(instrs[i] for i in cut)
+                signals = tuple(i.signals for i in some if i.signals in asked and i.signals is not None)
+                ticks = Ticks(self._memory, _outside(some, inner), signals, stamps)
+                parts.append(Part(some, cut, ticks))
+            yield self._piece(tuple(parts), (), ())
+            return
+        for cut in cuts:
+            some = tuple(instrs[i] for i in cut)
+            signals = tuple(i.signals for i in some if i.signals is not None)
+            yield self._piece((Part(some, cut, None),), _outside(some, inner), signals)
+
+    def _piece(
+        self, parts: tuple[Part, ...], waits: tuple[micro.Wait, ...], signals: tuple[int, ...]
+    ) -> Piece:
+        some = tuple(i for part in parts for i in part.instrs)
+        blocks = dict.fromkeys(ref.block for i in some for ref in _rows_of(i))
+        return Piece(
+            parts,
+            waits,
+            signals,
+            tuple(sorted(self._sizes_of(some))),
+            tuple(name for name in blocks if self._blocks[name].home == "ring"),
+            tuple(self._inputs(some)),
+            any(isinstance(i, micro.Dispatch) and i.kernel == "sample" for i in some),
+            self._driver.mark(),
+        )
 
     def _sizes_of(self, instrs: Sequence[Compute]) -> set[str]:
         """The symbols and splits in the types and ranges of operands."""
@@ -267,7 +314,7 @@ class Code:
             self._shared, self._slots, self._blocks,
         )  # fmt: skip
         fuser = Fuser(self._memory, lambda instr: few(instr, ops), lambda instr: takes(instr, ops))
-        steps = [step for joint in fuser.join(rows_of(piece.instrs)) for step in encode(joint, ops)]
+        steps = [step for part in piece.parts for step in _encoded(part, fuser, ops)]
         keep += self._scratch.values()
         return Bucket([self._pull(piece, env, keep), *steps], keep)
 
@@ -287,7 +334,8 @@ class Code:
         table = self._driver.pinned(24 * len(entries))
         table.view(np.int64)[:] = np.array(entries, np.int64).reshape(-1)
         keep.append(table)
-        return launch("pull", PULLING, 256, args.Pull(table.ctypes.data, len(entries)))
+        fields = args.Pull(table.ctypes.data, len(entries), self._begun.ctypes.data)
+        return launch("pull", PULLING, 256, fields)
 
     def _addresses(self, piece: Piece) -> tuple[int, ...]:
         """Where blocks lie that come and go."""
@@ -298,7 +346,7 @@ class Code:
     def _inputs(self, instrs: Sequence[Compute]) -> list[int]:
         """The slots of inputs that the instructions read."""
         read = (root_of(ref.slot, self._slots) for i in instrs for ref in _slots_of(i))
-        return [id for id in dict.fromkeys(read) if isinstance(self._memory.slot(id).buffer, np.ndarray)]
+        return [id for id in dict.fromkeys(read) if self._slots[id].input]
 
     def _twin(self, slot: int) -> Twin:
         place = self._memory.slot(slot)
@@ -322,6 +370,31 @@ class Code:
             values and greedy_only(values[0][: size(n, env)], values[1][: size(n, env)])
             for values, n in self._sampled
         )
+
+
+def _launch(driver: Driver, steps: Sequence[Step]) -> None:
+    for step in steps:
+        match step:
+            case Launch():
+                driver.launch(step)
+            case Live():
+                step.work()
+            case _:
+                step()
+
+
+def _encoded(part: Part, fuser: Fuser, ops: Operands) -> list[Step]:
+    """The launches of a part."""
+    joints = fuser.join(rows_of(part.instrs))
+    if part.ticks is None:
+        return [step for joint in joints for step in encode(joint, ops)]
+    encoded = [[] if carries(joint, ops) else encode(joint, ops) for joint in joints]
+    return part.ticks.around(joints, encoded, ops)
+
+
+def _outside(instrs: Sequence[Compute], inner: set[int]) -> tuple[micro.Wait, ...]:
+    """Waits for ticks that others signal."""
+    return tuple(w for i in instrs for w in i.waits if w.tick not in inner)
 
 
 def bucket(value: int, most: int) -> int:

@@ -42,6 +42,7 @@ class Driver(Protocol):
     """What the device needs of a GPU. Tests have one that runs kernels on the host."""
 
     limits: Limits
+    polls: bool  # whether its kernels may wait for the host: no watchdog ends them
 
     def alloc(self, nbytes: int) -> Any:
         """Zeroed device memory as a tensor of bytes. Raises MemoryError, with the bytes that are free."""
@@ -97,6 +98,11 @@ class GpuDriver:
             found.multi_processor_count,
             found.shared_memory_per_block_optin,
             found.shared_memory_per_multiprocessor,
+        )
+        self.polls = not self._check(
+            driver.cuDeviceGetAttribute(
+                driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT, driver.CUdevice(index)
+            )
         )
         self._overlaps = (found.major, found.minor) >= (9, 0)
         self._context = self._check(driver.cuCtxGetCurrent())

@@ -17,8 +17,10 @@ from flashrt.layouts import LAYOUTS, Layout
 
 
 def address_of(place: Place) -> int:
-    """Where a place of device memory begins."""
-    return int(place.buffer.data_ptr()) + place.offset
+    """Where a place begins, in device memory or in memory of the host's that the device sees."""
+    buffer = place.buffer
+    start = buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.data_ptr()
+    return int(start) + place.offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +59,19 @@ class Sizes:
     def at(self, dim: Dim) -> int:
         """Device address of a size."""
         place = self.index.setdefault(dim, len(self.index))
-        assert place < len(self.here), "more sizes than there is room for"
+        assert place < len(self.here) - 1, "more sizes than there is room for"
         return self.address + 8 * place
 
-    def write(self, env: Env) -> None:
-        """The sizes at these symbols."""
+    @property
+    def epoch(self) -> int:
+        """Device address of the step's number: it comes with the sizes."""
+        return self.address + 8 * (len(self.here) - 1)
+
+    def write(self, env: Env, epoch: int) -> None:
+        """The sizes at these symbols, and the step's number."""
         for dim, place in self.index.items():
             self.here[place] = size(dim, env)
+        self.here[-1] = epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +118,10 @@ class Operands:
         """Where a slot lies on the device."""
         root = root_of(slot, self.slots)
         return self.twins[root].there if root in self.twins else self.memory.slot(slot)
+
+    def outside(self, slot: int) -> bool:
+        """Whether a slot lies in memory of another device, the host's."""
+        return self.slots[root_of(slot, self.slots)].device != self.device
 
     def twin(self, slot: int) -> Twin | None:
         """The input that a slot is, if it is one."""

@@ -219,13 +219,14 @@ class Dispatch:
 class Transfer:
     """Copy a slot (or a channel range) to a slot of another device.
 
-    Runs on a lane of the source device. The ranges of `src` and `dst` have the same width.
-    In the lane "compute" it is f32, and the device's own code writes to the other one's memory;
-    there it may be part of a region.
+    Runs on a lane of the source device, or in the lane "compute" of the one it goes to. The ranges of `src`
+    and `dst` have the same width. In the lane "compute" it is f32, and the device's own code writes to the
+    other one's memory or reads it; there it may be part of a region.
 
-    src: what is copied, on this device.
+    src: what is copied.
     dst: where it goes, on device `to`.
-    to: the other device.
+    to: the device that gets it.
+    source: the device that `src` is on, where that isn't this one.
     bytes: what travels.
     """
 
@@ -236,6 +237,7 @@ class Transfer:
     src: SlotRef
     dst: SlotRef
     to: str
+    source: str = ""
     bytes: Dim = 0
     est: Dim = 0
     node: str = ""

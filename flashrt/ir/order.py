@@ -57,7 +57,7 @@ def accesses(instr: micro.Instr) -> tuple[tuple[Access, ...], tuple[Access, ...]
         case micro.Quantize():
             return (_argument(instr.src, device),), (_argument(instr.dst, device),)
         case micro.Transfer():
-            return (_argument(instr.src, device),), (_argument(instr.dst, instr.to),)
+            return (_argument(instr.src, instr.source or device),), (_argument(instr.dst, instr.to),)
         case micro.Bias():
             return (_argument(instr.block, device),), ()
         case micro.Prefetch() | micro.Evict():

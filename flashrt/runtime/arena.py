@@ -290,6 +290,12 @@ class Residents:
         gone = set(map(id, codes))
         self._codes = [(device, code) for device, code in self._codes if id(code) not in gone]
 
+    def words(self, count: int) -> I64:
+        """Zeroed words of 64 bits that every device sees."""
+        for remote in self._remotes.values():
+            return remote.pinned(8 * count).view(np.int64)
+        return np.zeros(count, np.int64)
+
     def for_input(self, device: str, nbytes: int) -> Place:
         """Memory for an input, which the host writes: the device's, or pinned where the host can't see it."""
         opened = self.devices[device]
@@ -392,12 +398,12 @@ class StreamMemory:
         self.stream, self.residents = stream, residents
         names = [s.name for s in stream.symbols] + [s.name for s in stream.splits]
         self._word_of = {name: i + 1 for i, name in enumerate(names)}
-        self.words: I64 = np.zeros(len(names) + 1, np.int64)
+        self.words: I64 = residents.words(len(names) + 1)
         for name, value in residents.env.items():
             if name in self._word_of:
                 self.words[self._word_of[name]] = value
         ticks = [i.signals for i in stream.instrs if i.signals is not None]
-        self.ticks: I64 = np.zeros(max(ticks, default=0) + 1, np.int64)
+        self.ticks: I64 = residents.words(max(ticks, default=0) + 1)
         self.weights = {w.name: w for w in stream.weights}
         self._blocks = {(b.name, b.device): i for i, b in enumerate(stream.blocks)}
         self.table: I64 = np.zeros(max(len(stream.blocks), 1), np.int64)

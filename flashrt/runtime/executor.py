@@ -376,7 +376,7 @@ class Executor:
 
     def _copier(self, instr: micro.Transfer) -> OpenDevice:
         """The end of a copy that can reach the other one's memory."""
-        source, target = self.devices[instr.device], self.devices[instr.to]
+        source, target = self.devices[instr.source or instr.device], self.devices[instr.to]
         return target if isinstance(target, Remote) else source
 
     def _load(self, block: micro.Block) -> None:

@@ -45,7 +45,7 @@ def _kind(instr: micro.Instr) -> tuple[str, str, str]:
     """(dtype, src, dst)."""
     match instr:
         case micro.Transfer():
-            return "", instr.device, instr.to
+            return "", instr.source or instr.device, instr.to
         case micro.Prefetch():
             return "", DISK, instr.device
         case micro.Dispatch():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from flashrt.machine import Device, Link, Machine, Measured
 from flashrt.passes import pipeline
 from flashrt.passes.pins import Pin
 from flashrt.program import Plan, Program, Variant
+from flashrt.runtime.trace import Trace
 from tests.generating import PAGES, Result
 from tests.tiny import CONTEXT, VOCAB, tiny_graph, tiny_import, tiny_source
 
@@ -73,13 +75,13 @@ def driver(request: pytest.FixtureRequest) -> Driver:
     return EmulatedDriver()
 
 
-def opened(plan: Plan, driver: Driver, source: Any = None) -> Program:
+def opened(plan: Plan, driver: Driver, source: Any = None, *, poison: bool = True) -> Program:
     devices: dict[str, Any] = {}
     for d in plan.machine.devices:
         devices[d.id] = CudaDevice(d, driver) if d.kind == "gpu" else CpuBackend().open(d)
     host = ReferenceBackend().open(replace(plan.machine.devices[-1], id="host", kind="reference"))
     weights = source or tiny_source(GRAPH)
-    return Program(plan, devices, host, pages=PAGES, source=weights, poison=True)
+    return Program(plan, devices, host, pages=PAGES, source=weights, poison=poison)
 
 
 def checked(name: str, value: object) -> None:
@@ -147,7 +149,16 @@ NONE_OFF, SOME_OFF = (), ("elide", "pack")
     [(MLP_HERE, NONE_OFF), (MLP_HERE, SOME_OFF), (LAYER_HERE, tuple(pipeline.PERFORMANCE))],
     ids=["products", "products, some passes", "layer, no passes"],
 )
-def test_fixed_sides(driver: Driver, right: Result, pins: tuple[Pin, ...], off: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("polls", [True, False], ids=["polls", "host looks"])
+def test_fixed_sides(
+    driver: Driver,
+    right: Result,
+    pins: tuple[Pin, ...],
+    off: tuple[str, ...],
+    polls: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver, "polls", polls)
     plan = a_plan(variant("all", 1, 64, pins=pins, disabled=frozenset(off)))
     assert {i.device for i in plan.variants[0].stream.instrs} == {"gpu:0", "cpu:0"}
     with opened(plan, driver) as program:
@@ -333,8 +344,11 @@ def test_buckets_are_dropped(driver: Driver, right: Result, monkeypatch: pytest.
         agree(generated(program.call), right)
 
 
-def test_one_wait_for_a_region_that_nobody_looks_into(driver: Driver) -> None:
-    """Ticks between instructions of one device don't cut its code; those that others wait for do."""
+def test_one_wait_for_a_region_that_nobody_looks_into(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ticks between instructions of one device don't cut its code; those that others wait for do, unless
+    kernels look at them."""
     alone = variant("all", 1, 64, devices=("gpu:0",))
     ticks = tuple(
         replace(i, signals=at, waits=(micro.Wait(at - 1),) if at else ())
@@ -342,8 +356,99 @@ def test_one_wait_for_a_region_that_nobody_looks_into(driver: Driver) -> None:
     )
     everywhere = replace(alone, stream=replace(alone.stream, instrs=ticks))
     both = variant("all", 1, 64, pins=MLP_HERE)
+    assert [pieces(one, driver) for one in (alone, everywhere, both)] == [1, 1, 1]
+    monkeypatch.setattr(driver, "polls", False)
     assert [pieces(one, driver) for one in (alone, everywhere)] == [1, 1]
     assert pieces(both, driver) > 2
+
+
+def carried() -> Variant:
+    """Feed-forward blocks on the CPU; the GPU's code makes all copies."""
+    both = variant("all", 1, 64, pins=MLP_HERE)
+    copies = [i for i in both.stream.instrs if isinstance(i, micro.Transfer)]
+    assert copies and {(i.device, i.lane) for i in copies} == {("gpu:0", "compute")}
+    assert {i.source for i in copies} == {"", "cpu:0"}
+    return both
+
+
+def test_a_step_is_one_launch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host neither copies nor launches while a step is under way; it reads results behind it."""
+    log, steps = list[str](), list[tuple[int, int]]()
+    record, copy = driver.record, driver.copy
+
+    def replayed(work: Any) -> Any:
+        graph = record(work)
+        return lambda: (log.append("launch"), graph())
+
+    def noted(src: Rect, dst: Rect) -> None:
+        log.append("copy")
+        copy(src, dst)
+
+    monkeypatch.setattr(driver, "record", replayed)
+    monkeypatch.setattr(driver, "copy", noted)
+
+    def call(*given: Any) -> Any:
+        log.clear()
+        found = program.call(*given)
+        steps.append((log.count("launch"), log.count("copy")))
+        return found
+
+    with opened(a_plan(carried()), driver, poison=False) as program:
+        right = reference(0.0)
+        for _ in range(3):
+            steps.clear()
+            agree(generated(call, 0.0), right)
+    assert set(steps) == {(1, 0)}
+
+
+def test_the_gpu_waits_for_a_late_processor(driver: Driver, right: Result) -> None:
+    """Its products come late: the GPU's lane tells how long it waited, in the host's time."""
+    plan = a_plan(carried())
+    with opened(plan, driver) as program:
+        cpu, late = program.devices["cpu:0"], 0.02
+        run = cpu.run
+
+        def slow(loaded: Any, epoch: int) -> None:
+            time.sleep(late)
+            run(loaded, epoch)
+
+        cpu.run = slow  # type: ignore[method-assign]
+        agree(generated(program.call), right)
+        program.trace = Trace()
+        generated(program.call)
+        for step in program.trace.steps:
+            mine = [at for at, i in enumerate(plan.variants[0].stream.instrs) if i.device == "gpu:0"]
+            stamps = step.stamps[mine]
+            assert (np.diff(stamps, axis=1) >= 0).all() and (np.diff(stamps[:, 2]) >= 0).all()
+            assert (stamps[:, 0] >= step.begun).all() and (stamps[:, 2] <= step.ended).all()
+            assert (stamps[:, 1] - stamps[:, 0]).sum() >= 0.9e9 * late
+            assert (stamps[:, 2] - stamps[:, 1]).sum() <= step.ended - step.begun - 0.9e9 * late
+
+
+def test_the_gpu_gives_up_with_the_processor(driver: Driver, right: Result) -> None:
+    """An error of the processor ends a step that the GPU is in; the next one is right."""
+    plan, failing, failed = a_plan(carried()), True, 0
+    with opened(plan, driver) as program:
+        cpu = program.devices["cpu:0"]
+        run = cpu.run
+
+        def once(loaded: Any, epoch: int) -> None:
+            if failing:
+                raise DeviceError("cpu:0 is lost")
+            run(loaded, epoch)
+
+        cpu.run = once  # type: ignore[method-assign]
+
+        def call(*given: Any) -> Any:
+            nonlocal failing, failed
+            failing = True
+            with pytest.raises(DeviceError, match="cpu:0 is lost"):
+                program.call(*given)
+            failing, failed = False, failed + 1
+            return program.call(*given)
+
+        agree(generated(call), right)
+    assert failed
 
 
 def pieces(one: Variant, driver: Driver) -> int:

@@ -123,6 +123,22 @@ template <class T>
 __device__ __forceinline__ T from_host(const T* p) { return *(const volatile T*)p; }
 template <class T>
 __device__ __forceinline__ T from_others(const T* p) { return __ldcg(p); }
+// Words that others write while this kernel runs, as they are now.
+__device__ __forceinline__ uint4 words_of(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+// What the host wrote before a word that was just read is read from now on; what was written here is there for the
+// host before any word that is written next.
+__device__ __forceinline__ void see_the_host() { __threadfence_system(); }
+__device__ __forceinline__ void show_the_host() { __threadfence_system(); }
+__device__ __forceinline__ i64 clock_ns() {
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return (i64)t;
+}
 #endif
 
 // nearest, half to even; NaN stays NaN

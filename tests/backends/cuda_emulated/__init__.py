@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from flashrt.backend import U8, Rect
-from flashrt.backends.cuda.args import Launch
+from flashrt.backends.cuda.args import Carry, Launch
 from flashrt.backends.cuda.compile import source
 from flashrt.backends.cuda.operands import Limits
 
@@ -84,6 +84,7 @@ class EmulatedDriver:
 
     def __init__(self, index: int = 0, most: int = 1 << 40) -> None:
         self.limits = Limits(processors=4, shared=227 << 10, shared_all=228 << 10)
+        self.polls = True
         self.launches: list[str] = []
         self.most, self.used, self.recorded = most, 0, 0
         self.locked: list[U8] = []
@@ -129,6 +130,8 @@ class EmulatedDriver:
         call = getattr(library(), f"call_{launch.kernel}")
         assert launch.shared <= self.limits.shared, launch
         x, y, z = launch.grid
+        if launch.kernel == "carry":
+            _until(launch.fields)  # the kernels of another device run one at a time with these
         args = ctypes.create_string_buffer(launch.args, len(launch.args))
         library().emulate(call, args, x, y, z, launch.threads)
 
@@ -141,6 +144,19 @@ class EmulatedDriver:
 
     def close(self) -> None:
         self.locked.clear()
+
+
+def _until(fields: tuple[Any, ...]) -> None:
+    """Waits until the ticks are reached that a `carry` waits for, or the step is given up."""
+    carry = Carry(*fields)
+    epoch = _word(carry.epoch)
+    for tick, step in zip(carry[0:4], carry[4:8], strict=True):
+        while tick and _word(tick) < epoch + step and not _word(carry.abort):
+            time.sleep(0)
+
+
+def _word(address: int) -> int:
+    return ctypes.c_int64.from_address(address).value
 
 
 class LateMark:

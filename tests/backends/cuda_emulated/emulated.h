@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <ucontext.h>
 #include <vector>
 
@@ -196,7 +197,15 @@ static inline unsigned bytes_of(unsigned a, unsigned b, unsigned which) {
   for (int i = 0; i < 4; ++i) out |= (unsigned)(both >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
   return out;
 }
-template <class T> static inline T from_host(const T* p) { return *p; }
+template <class T> static inline T from_host(const T* p) { return *(const volatile T*)p; }
+static inline uint4 words_of(const uint4* p) { return *p; }
+static inline void see_the_host() { __sync_synchronize(); }
+static inline void show_the_host() { __sync_synchronize(); }
+static inline long long clock_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
 template <class T> static inline T from_others(const T* p) { return *p; }
 
 static inline float half_to_float(unsigned short h) {
