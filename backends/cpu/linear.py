@@ -23,7 +23,7 @@ from flashrt.backends.cpu.intrinsics import (
     store_f32,
     word,
 )
-from flashrt.backends.cpu.share import channels_of, over_tokens, product_run, product_runs
+from flashrt.backends.cpu.share import channels_of, next_channels, over_tokens, product_run, product_runs
 from flashrt.backends.cpu.tiles import element_as_f32, plain_tile, quant_tile
 from flashrt.backends.cpu.vector import lane_sum, load, load_whole, spread, store, store_whole
 from flashrt.layouts import LAYOUTS
@@ -81,25 +81,27 @@ def quantised(name: str) -> Kernel:
         weights, x_stride = operand(row, L.w_at, L.w), 4 * word(row, L.x_stride)
         groups = (n + 15) >> 4
         acc, padded = stack(8 * 64), stack(8 * 128)
-        first_group, last_group = channels_of(groups, t_count, tid, nth)
-        for g in range(first_group, last_group):
-            q = weights + g * blocks * block_bytes
-            s = q + blocks * quant_bytes
-            m = s + blocks * scale_bytes
-            for run in range(product_runs(t_count, nth)):
-                t, end = product_run(run, t_count, tid, nth)
-                while t < end:
-                    tokens = 8 if end - t >= 8 else (4 if end - t >= 4 else 1)
-                    x = word(row, L.x) + t * x_stride
-                    zero(acc, tokens)
-                    add(tokens, q, s, m, whole, x, x_stride, acc)
-                    if tail:
-                        pad_rows(padded, x + 128 * whole, x_stride, tokens, tail)
-                        at = whole * quant_bytes, whole * scale_bytes
-                        add(tokens, q + at[0], s + at[1], m + at[1], 1, padded, 128, acc)
-                    for i in range(tokens):
-                        finish(row, load_whole(acc + 64 * i), t + i, 16 * g, n - 16 * g)
-                    t += tokens
+        first_group, last_group = next_channels(row, groups, t_count, tid, nth, -1)
+        while first_group < last_group:
+            for g in range(first_group, last_group):
+                q = weights + g * blocks * block_bytes
+                s = q + blocks * quant_bytes
+                m = s + blocks * scale_bytes
+                for run in range(product_runs(t_count, nth)):
+                    t, end = product_run(run, t_count, tid, nth)
+                    while t < end:
+                        tokens = 8 if end - t >= 8 else (4 if end - t >= 4 else 1)
+                        x = word(row, L.x) + t * x_stride
+                        zero(acc, tokens)
+                        add(tokens, q, s, m, whole, x, x_stride, acc)
+                        if tail:
+                            pad_rows(padded, x + 128 * whole, x_stride, tokens, tail)
+                            at = whole * quant_bytes, whole * scale_bytes
+                            add(tokens, q + at[0], s + at[1], m + at[1], 1, padded, 128, acc)
+                        for i in range(tokens):
+                            finish(row, load_whole(acc + 64 * i), t + i, 16 * g, n - 16 * g)
+                        t += tokens
+            first_group, last_group = next_channels(row, groups, t_count, tid, nth, last_group)
 
     return kernel
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from flashrt.ir.types import Dim
 
-ROW = 32  # int64 words in a row
+ROW = 40  # int64 words in a row
 
 
 class Header(NamedTuple):
@@ -28,7 +28,7 @@ class Header(NamedTuple):
 
     kernel: address. solo: 1 when thread 0 does it alone. waits, waits_end: range of pairs
     (address of a tick, steps back as a number ≤ 0) in the wait list. signals, signals_end: range
-    of tick addresses in the signal list.
+    of tick addresses in the signal list. taken: of what threads take in turns, how much is; 0 between runs.
     """
 
     kernel: Dim
@@ -37,6 +37,7 @@ class Header(NamedTuple):
     waits_end: Dim
     signals: Dim
     signals_end: Dim
+    taken: Dim
 
 
 class Linear(NamedTuple):

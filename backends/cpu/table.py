@@ -14,7 +14,7 @@ from flashrt.ir import micro
 from flashrt.ir.types import Expr, evaluate, symbols_of
 
 SOLO_CYCLES = 6000  # below this, waking the others costs more than they save
-SOLO = rows.Header._fields.index("solo")
+SOLO, TAKEN = (rows.Header._fields.index(name) for name in ("solo", "taken"))
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +56,7 @@ class Code:
         """Makes the next run possible after one that was given up."""
         for memory in self.shared:
             memory.fill(0)
+        self.table[:, TAKEN] = 0
 
     def refresh(self) -> None:
         """Writes the numbers of this step's symbols, if any has changed since the last run."""
@@ -107,7 +108,7 @@ class _Builder:
         before = len(self.waits), len(self.signals)
         self.waits += [(self.tick(w.tick), w.step) for w in waits]
         self.signals += [self.tick(s) for s in signals]
-        self.headers.append(rows.Header(0, 0, before[0], len(self.waits), before[1], len(self.signals)))
+        self.headers.append(rows.Header(0, 0, before[0], len(self.waits), before[1], len(self.signals), 0))
         self.encoded.append(encoded)
 
 

@@ -41,7 +41,7 @@ from flashrt.backends.cpu.intrinsics import (
 )
 from flashrt.backends.cpu.linear import Kernel, L, finish, zero
 from flashrt.backends.cpu.rows import RUN, SUM_BLOCKS, TILED, i8_row_bytes
-from flashrt.backends.cpu.share import channels_of, product_run, product_runs
+from flashrt.backends.cpu.share import next_channels, product_run, product_runs
 from flashrt.backends.cpu.tiles import Totals, ints, load_at, parts, prefetch_ahead, words
 from flashrt.backends.cpu.vector import LANES, VI, call, load_whole, splat
 from flashrt.layouts import BLOCK, LAYOUTS, Layout
@@ -202,22 +202,26 @@ def quantised_i8(name: str, vnni: bool, tiles: bool = False) -> Kernel:
         n, k, t_count = word(row, L.n), word(row, L.k), word(row, L.t)
         groups, stride = (n + 15) >> 4, row_bytes(k, scales)
         a, acc = word(row, L.scratch) + tid * word(row, L.scratch_stride), stack(16 * 64)
-        first_group, last_group = channels_of(groups, t_count, tid, nth)
         for run in range(product_runs(t_count, nth)):
             first, end = product_run(run, t_count, tid, nth)
             for t in range(first, end):
                 prepare(word(row, L.x) + t * word(row, L.x_stride), k, a + (t - first) * stride)
-            t = first
-            if tiles:
-                while end - t >= TILED:
-                    count = min(end - t, 16)
-                    tiles_on(stack(64), count)
+            first_group, last_group = next_channels(row, groups, t_count, tid, nth, -1)
+            while first_group < last_group:
+                t = first
+                if tiles:
+                    while end - t >= TILED:
+                        count = min(end - t, 16)
+                        tiles_on(stack(64), count)
+                        for g in range(first_group, last_group):
+                            tiled_group(
+                                row, g, t, count, a + (t - first) * stride, stride, acc, a + RUN * stride
+                            )
+                        tiles_off()
+                        t += count
+                if t < end:
                     for g in range(first_group, last_group):
-                        tiled_group(row, g, t, count, a + (t - first) * stride, stride, acc, a + RUN * stride)
-                    tiles_off()
-                    t += count
-            if t < end:
-                for g in range(first_group, last_group):
-                    group(row, g, t, end - t, a + (t - first) * stride, stride, acc)
+                        group(row, g, t, end - t, a + (t - first) * stride, stride, acc)
+                first_group, last_group = next_channels(row, groups, t_count, tid, nth, last_group)
 
     return kernel

@@ -126,7 +126,8 @@ def run_row(tid, nth, i, row, epoch, code, control):
 
 @inner
 def end_row(i, row, epoch, code):
-    """Thread 0, when everyone is through: the last stamp, then the signals."""
+    """Thread 0, when everyone is through: nothing is taken any more; the last stamp, then the signals."""
+    store_i64(row + 8 * H.taken, 0)
     store_i64(load_i64(code + 8 * C.stamps) + 24 * i + 16, clock_ns())
     signal_ticks(row, epoch, code)
 
