@@ -134,6 +134,7 @@ class Rope(NamedTuple):
     seq: int = 0
     pages: int = 0
     page_stride: int = 0
+    late: int = 0
     rows: int = 0
 
 
@@ -160,10 +161,14 @@ class Attention(NamedTuple):
     window: int
     causal: int
     rounded: int
+    late: int
     rows: int
-    split: int
     parts: int
     through: int
+    k: int = 0
+    v: int = 0
+    table: int = 0
+    half: int = 0
 
 
 class Pull(NamedTuple):

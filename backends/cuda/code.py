@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -27,8 +27,8 @@ from flashrt.backend import ABORT, I64, U8, Compute, Memory, Pause, Place
 from flashrt.backends.cuda import args
 from flashrt.backends.cuda.args import Launch, Live, Step, launch
 from flashrt.backends.cuda.driver import Driver, Mark
-from flashrt.backends.cuda.encode import encode
-from flashrt.backends.cuda.fuse import Fuser, rows_of
+from flashrt.backends.cuda.encode import alone, encode
+from flashrt.backends.cuda.fuse import Fuser, Joint, rows_of
 from flashrt.backends.cuda.linear import few, takes
 from flashrt.backends.cuda.operands import Operands, Sizes, Twin, address_of
 from flashrt.backends.cuda.sample import greedy_only
@@ -313,8 +313,13 @@ class Code:
             self._memory, self._device, self._driver.limits, env, greedy, self._sizes, self._twins,
             self._shared, self._slots, self._blocks,
         )  # fmt: skip
-        fuser = Fuser(self._memory, lambda instr: few(instr, ops), lambda instr: takes(instr, ops))
-        steps = [step for part in piece.parts for step in _encoded(part, fuser, ops)]
+        fuser = Fuser(
+            self._memory, lambda instr: few(instr, ops), lambda instr: takes(instr, ops),
+            lambda instr: alone(instr, ops),
+        )  # fmt: skip
+        joints = [fuser.join(rows_of(part.instrs)) for part in piece.parts]
+        there = replace(ops, moved=frozenset(fuser.moved))
+        steps = [s for part, some in zip(piece.parts, joints, strict=True) for s in _encoded(part, some, there)]
         keep += self._scratch.values()
         return Bucket([self._pull(piece, env, keep), *steps], keep)
 
@@ -383,9 +388,8 @@ def _launch(driver: Driver, steps: Sequence[Step]) -> None:
                 step()
 
 
-def _encoded(part: Part, fuser: Fuser, ops: Operands) -> list[Step]:
+def _encoded(part: Part, joints: Sequence[Joint], ops: Operands) -> list[Step]:
     """The launches of a part."""
-    joints = fuser.join(rows_of(part.instrs))
     if part.ticks is None:
         return [step for joint in joints for step in encode(joint, ops)]
     encoded = [[] if carries(joint, ops) else encode(joint, ops) for joint in joints]

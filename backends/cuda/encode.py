@@ -114,7 +114,7 @@ def _written(write: micro.Dispatch, keys: micro.Arg, ops: Operands, fields: args
         k=k.address, k_stride=k.stride, k_heads=heads, v=v.address, v_stride=v.stride, v_heads=heads,
         d=k.width // heads, dv=v.width // heads, kv=kv, dim=dim, bf16=int(bf16),
         positions=positions.address, seq=seq.address, pages=pages.address,
-        page_stride=_last(write.args[4], ops),
+        page_stride=_last(write.args[4], ops), late=_late(write.args[2:5], ops),
     )  # fmt: skip
 
 
@@ -131,21 +131,31 @@ def _lookup(arg: micro.Arg, ops: Operands) -> Tensor:
     return tensor
 
 
+def _late(args: tuple[micro.Arg, ...], ops: Operands) -> int:
+    """Whether one of these is no input of the step: it isn't there before a kernel may start."""
+    return int(any(not isinstance(a, micro.SlotRef) or ops.twin(a.slot) is None for a in args))
+
+
 def _last(arg: micro.Arg, ops: Operands) -> int:
     """Device address of the size of a slot's last axis."""
     assert isinstance(arg, micro.SlotRef)
     return ops.rows(ops.slots[arg.slot].type.shape[-1])
 
 
+def alone(instr: micro.Dispatch, ops: Operands) -> bool:
+    """Whether an attention is one token's, which can then rotate and write what it needs itself."""
+    return ops.number(ops.tensor(instr.dst).rows) == 1
+
+
 def _attention(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
     if prefill.possible(instr, ops):
         assert joint.dst is not None
         return [Live(prefill.LibraryAttention(instr, joint.dst, ops))]
-    q, (y, y_bf16) = ops.floats(instr.args[0]), _out(joint, ops)
+    q, (y, y_bf16) = ops.floats(joint.reads[0]), _out(joint, ops)
     positions, seq, pages = (_lookup(a, ops) for a in instr.args[1:4])
     kv, kv_heads, dim, bf16 = ops.state(instr)
     heads, d, dv = (_attr(instr, key) for key in ("heads", "head_dim", "value_dim"))
-    pairs = next((p for p in (1, 2, 4) if max(d, dv) <= 64 * p), 0)
+    pairs = next((p for p in (1, 2, 4) if dim <= 64 * p), 0)
     if not pairs or d % 2 or dv % 2:
         raise PlanError(f"{ops.device}: heads of {d} and {dv} channels; even numbers up to 256 can run here")
     group = heads // kv_heads
@@ -156,7 +166,8 @@ def _attention(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]
     ranges = -(-ops.number(pages.width) // warps)
     split = rows <= SPLIT and ranges > 1
     parts = through = 0
-    if split:
+    few = split or joint.queries is not None
+    if few:
         parts = _scratch("attention", 4 * rows * cells * ranges * together * (dim + 2), ops)
         through = _scratch("attention through", 4 * rows * cells, ops)
     fields = args.Attention(
@@ -165,11 +176,18 @@ def _attention(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]
         y.address, y.stride, y_bf16, ops.vector(instr.args[4] if len(instr.args) > 4 else None),
         float(_attr(instr, "scale")), float(_attr(instr, "softcap")), _attr(instr, "window"),
         int(instr.attr("causal", True) is not False), int(instr.numerics == ATTENTION_BF16),
-        ops.rows(q.rows), int(split), parts, through,
+        _late(instr.args[1:4], ops), ops.rows(q.rows), parts, through,
     )  # fmt: skip
-    grid = (rows, cells, ranges if split else 1)
+    if joint.queries and joint.keys and joint.write:
+        table = ops.floats(joint.queries.args[1])
+        fields = fields._replace(
+            k=ops.floats(joint.keys.args[0]).address, v=ops.floats(joint.write.args[1]).address,
+            table=table.address, half=table.width // 2,
+        )  # fmt: skip
+    grid = (rows, cells, ranges if few else 1)
     shared = warps * page + 4 * together * (64 * pairs + warps * (dim + 18)) + 16
-    return [launch(f"attention_{together}_{pairs}", grid, 32 * warps, fields, shared)]
+    name, threads = ("attention_few", 32 * warps * together) if few else ("attention", 32 * warps)
+    return [launch(f"{name}_{together}_{pairs}", grid, threads, fields, shared)]
 
 
 def _scratch(what: str, nbytes: int, ops: Operands) -> int:

@@ -4,10 +4,12 @@
     quantize, linear                    the product takes its input and rounds it, normalised or not
     linear (gate and up), gated         the product's blocks hold both halves
     rope, rope, kv_write                one kernel for queries, keys and the cache
+    rope, rope, kv_write, attention     the attention of one token does all that
     any of these, quantize to bf16      the result is written rounded
 
 Rows are joined where nobody else reads what lies between, and where what the joint kernel writes doesn't
-overlap what it still reads: `pack` knew them one after the other.
+overlap what it still reads: `pack` knew them one after the other. Where it does, one of the two is moved,
+if only these rows know of it.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class Joint:
 
     norm: the rms_norm in front of a linear. taken: the quantize there. gated: what makes its halves one.
     rounded: the quantize behind. keys, write: the second rope and the kv_write behind the first rope.
+    queries: the first rope, where the main row is the attention behind all three.
     """
 
     main: Row
@@ -51,6 +54,7 @@ class Joint:
     taken: micro.Quantize | None = None
     gated: micro.Dispatch | None = None
     rounded: micro.Quantize | None = None
+    queries: micro.Dispatch | None = None
     keys: micro.Dispatch | None = None
     write: micro.Dispatch | None = None
 
@@ -62,6 +66,8 @@ class Joint:
             return (main.src,)
         first = self.norm.args[0] if self.norm else self.taken.src if self.taken else main.args[0]
         args = (first, *main.args[1:])
+        if self.queries and self.keys and self.write:
+            args = (*self.queries.args, self.keys.args[0], self.write.args[1], *main.args[1:])
         return tuple(a for a in args if isinstance(a, micro.SlotRef))
 
     @property
@@ -95,13 +101,17 @@ def rows_of(instrs: Sequence[Compute]) -> list[Row]:
 class Fuser:
     """Joins the rows of one stream.
 
-    few: whether a linear runs the kernel for few tokens; takes: whether so few that it prepares its input.
+    few: whether a linear runs the kernel for few tokens; takes: whether so few that it prepares its input;
+    alone: whether an attention is one token's. moved: slots that `join` wants elsewhere.
     """
 
     def __init__(
-        self, memory: Memory, few: Callable[[micro.Dispatch], bool], takes: Callable[[micro.Dispatch], bool]
-    ) -> None:
-        self._memory, self._few, self._takes = memory, few, takes
+        self, memory: Memory, few: Callable[[micro.Dispatch], bool], takes: Callable[[micro.Dispatch], bool],
+        alone: Callable[[micro.Dispatch], bool],
+    ) -> None:  # fmt: skip
+        self._memory, self._few, self._takes, self._alone = memory, few, takes, alone
+        self.moved: set[int] = set()
+        self._free: set[int] = set()
         self._slots = {s.id: s for s in memory.stream.slots}
         self._readers: Counter[int] = Counter(
             root_of(ref.slot, self._slots) for i in memory.stream.instrs for ref in _read(i)
@@ -111,6 +121,7 @@ class Fuser:
 
     def join(self, rows: Sequence[Row]) -> list[Joint]:
         """The kernels, in order."""
+        self._free = self._movable(rows)
         out: list[Joint] = []
         at = 0
         while at < len(rows):
@@ -160,7 +171,7 @@ class Fuser:
         if main.args.count(between[-1]) != 1:
             return None
         joint, taken_rows = self._linear(Joint(rows[at], norm=norm, taken=taken), rows, at + 1)
-        return (joint, taken_rows) if self._apart(source, joint.dst) else None
+        return (joint, taken_rows) if self._apart(source, joint.dst) or self._move(source) else None
 
     def _linear(self, joint: Joint, rows: Sequence[Row], at: int) -> tuple[Joint, int]:
         main = joint.main.instr
@@ -199,7 +210,38 @@ class Fuser:
         alike = queries.args[1] == keys.args[1] and queries.attr("head_dim") == keys.attr("head_dim")
         if write.args[0] != keys.dst or not self._once(keys.dst) or not alike:
             return None
-        return Joint(rows[0], keys=keys, write=write), 3
+        return self._attending(queries, keys, write, rows) or (Joint(rows[0], keys=keys, write=write), 3)
+
+    def _attending(
+        self, queries: micro.Dispatch, keys: micro.Dispatch, write: micro.Dispatch, rows: Sequence[Row]
+    ) -> tuple[Joint, int] | None:
+        """The attention behind them, when it is one token's."""
+        turned = queries.dst
+        if turned is None or not self._once(turned) or not self._only(rows, 3, "attention", turned):
+            return None
+        main = rows[3].instr
+        assert isinstance(main, micro.Dispatch) and main.dst is not None
+        if main.args[1:4] != write.args[2:5] or main.reads != write.writes or not self._alone(main):
+            return None
+        joint = Joint(rows[3], queries=queries, keys=keys, write=write)
+        joint, taken = self._rounding(joint, rows, 4)
+        apart = all(self._apart(ref, joint.dst) for ref in joint.reads)
+        return (joint, taken) if apart or self._move(main.dst) else None
+
+    # ---- what may be moved -----------------------------------------------------------
+    def _movable(self, rows: Sequence[Row]) -> set[int]:
+        """Slots that these rows alone know: one of them writes all of it, and no other row reads it."""
+        written = Counter(self._root(ref) for i in self._memory.stream.instrs for ref in _written(i))
+        readers = Counter(self._root(ref) for row in rows for ref in _read(row.instr))
+        whole = {self._root(ref) for row in rows for ref in _written(row.instr) if ref.lo is None}
+        return {at for at in whole if written[at] == 1 and readers[at] == self._readers[at]}
+
+    def _move(self, ref: micro.SlotRef) -> bool:
+        """Moves a slot, if it may be."""
+        at = self._root(ref)
+        if at in self._free:
+            self.moved.add(at)
+        return at in self._free
 
     # ---- what may be joined ----------------------------------------------------------
     def _only(self, rows: Sequence[Row], at: int, op: str, ref: micro.SlotRef) -> bool:
@@ -223,7 +265,7 @@ class Fuser:
 
     def _apart(self, read: micro.SlotRef, written: micro.SlotRef | None) -> bool:
         """Whether two slots share no memory."""
-        if written is None:
+        if written is None or self.moved & {self._root(read), self._root(written)}:
             return True
         a, b = self._memory.slot(read.slot), self._memory.slot(written.slot)
         return a.buffer is not b.buffer or a.offset + a.bytes <= b.offset or b.offset + b.bytes <= a.offset
@@ -236,6 +278,13 @@ def _range(ref: micro.SlotRef, lo: int, hi: int) -> micro.SlotRef:
 def _dst(row: Row) -> micro.SlotRef:
     assert row.instr.dst is not None
     return row.instr.dst
+
+
+def _written(instr: micro.Instr) -> list[micro.SlotRef]:
+    match instr:
+        case micro.Dispatch() | micro.Quantize() | micro.Transfer():
+            return [] if instr.dst is None else [instr.dst]
+    return []
 
 
 def _read(instr: micro.Instr) -> list[micro.SlotRef]:

@@ -97,6 +97,7 @@ class Operands:
     """Finds operands. env: the bucket's symbols, which bound those of the step; greedy: how it samples.
 
     twins: by slot. scratch: (what, bytes) → zeroed device memory that rows with the same `what` share.
+    moved: slots that lie elsewhere than planned.
     """
 
     memory: Memory
@@ -109,6 +110,7 @@ class Operands:
     scratch: Callable[[str, int], Any]
     slots: dict[int, micro.Slot]
     blocks: Mapping[str, micro.Block]
+    moved: frozenset[int] = frozenset()
 
     def number(self, dim: Dim) -> int:
         """A size at the bucket's symbols: the largest it can be in a step."""
@@ -117,6 +119,9 @@ class Operands:
     def place(self, slot: int) -> Place:
         """Where a slot lies on the device."""
         root = root_of(slot, self.slots)
+        if root in self.moved:
+            memory = self.scratch(f"moved %{root}", self.number(self.slots[root].type.bytes))
+            return Place(memory, 0, len(memory))
         return self.twins[root].there if root in self.twins else self.memory.slot(slot)
 
     def outside(self, slot: int) -> bool:

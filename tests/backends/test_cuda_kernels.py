@@ -121,6 +121,19 @@ def test_a_column_of_bytes_is_the_same_with_and_without_its_own_kernel(gpu: Cuda
     assert alone.tobytes() == run(gpu, text, {0: x}, {"w": w}, T=20).read(1)[3].tobytes()
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.3, 7e-3, 1e30, 1e-36, 3e-39, 1e-44])
+def test_bytes_next_to_halves_are_rounded_as_a_division_does(gpu: CudaDevice, scale: float) -> None:
+    """Quotients at halves and around them, zeros, and scales too small to be normal."""
+    halves = (np.arange(31) * 4 + 0.5).astype(np.float32)
+    near = np.stack([np.nextafter(halves, np.float32(side), dtype=np.float32) for side in (-1, 1000)])
+    rows = np.stack([halves, *near, -halves, RNG.uniform(-127, 127, 31), 0 * halves])
+    largest = np.array([127, 127, 127, -127, 127, 0], np.float32)
+    x = (np.concatenate([largest[:, None], rows], axis=1) * scale).astype(np.float32)
+    text, w = rounded_to_bytes("q8.16x32", 16, 32), packed("q8.16x32", 16, 32)
+    by_division = run(gpu, text, {0: np.concatenate([x, x])}, {"w": w}, T=12).read(1)[:6]
+    assert run(gpu, text, {0: x}, {"w": w}, T=6).read(1).tobytes() == by_division.tobytes()
+
+
 @pytest.mark.parametrize("ids", ["i32", "i64"])
 @pytest.mark.parametrize("layout", STORED)
 def test_embedding_is_exactly_what_the_layout_means(gpu: CudaDevice, layout: str, ids: str) -> None:
@@ -263,6 +276,48 @@ def test_attention(
     tolerance = 1e-2 if "act=bf16" in numerics else 4e-6
     agree(gpu, text, values, 6, {"sinks": f32(r(heads))}, state=state, tolerance=tolerance, times=2,
           T=t, S=2, M=20, P=pages)  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [0, 15, 64, 300])
+@pytest.mark.parametrize(
+    "heads,kv_heads,d,dv,turned,numerics,attrs",
+    [
+        (8, 2, 128, 128, 128, "acc=f32 chunk=page kv=bf16", "causal=true,window=0,softcap=0.0"),
+        (8, 1, 64, 32, 48, "acc=f32 chunk=page", "causal=true,window=150,softcap=2.0"),
+        (2, 2, 160, 160, 160, "acc=f32 chunk=page", "causal=false,window=0,softcap=0.0"),
+        (2, 1, 40, 40, 40, "act=bf16 acc=f32 chunk=2pages kv=bf16", "causal=true,window=0,softcap=0.0"),
+    ],
+)
+def test_one_token_is_rotated_and_kept_by_its_attention(
+    gpu: CudaDevice, length: int, heads: int, kv_heads: int, d: int, dv: int, turned: int, numerics: str,
+    attrs: str,
+) -> None:  # fmt: skip
+    """The same bits as kernel by kernel, in the result and in the cache."""
+    text = attention_text(heads, kv_heads, d, dv, f",{attrs}", numerics=numerics, scale=0.25, pages="S,M")
+    slots = f"""slot %7 cpu:0 f32[T,{turned}]
+slot %8 cpu:0 f32[T,{heads * d}]
+slot %9 cpu:0 f32[T,{kv_heads * d}]
+"""
+    ropes = "".join(
+        f"dispatch {AT} kernel=rope args=[%{x},%7] dst=%{y} attrs={{head_dim={d}}} {EXACT}\n"
+        for x, y in ((0, 8), (1, 9))
+    )
+    text = text.replace("kernel=kv_write args=[%1", "kernel=kv_write args=[%9")
+    text = text.replace("kernel=attention args=[%0", "kernel=attention args=[%8")
+    text = text.replace("block sinks", slots + "block sinks").replace("dispatch", ropes + "dispatch", 1)
+    state, table = r(40, 2, kv_heads, 16, max(d, dv)), RNG.permutation(40)[:20]
+    values = {
+        0: r(1, heads * d), 1: r(1, kv_heads * d), 2: r(1, kv_heads * dv), 3: np.array([length]),
+        4: np.array([0]), 5: table[None], 7: r(1, turned),
+    }  # fmt: skip
+    blocks = {"sinks": f32(r(heads))}
+    one, each = (
+        run(gpu, text, values, blocks, state, alone=alone, times=2, T=1, S=1, M=20, P=40)
+        for alone in (False, True)
+    )
+    assert np.isfinite(one.read(6)).all() and np.isnan(one.read(8)).all() and np.isfinite(each.read(8)).all()
+    assert one.read(6).tobytes() == each.read(6).tobytes()
+    assert one.state_bytes("kv").tobytes() == each.state_bytes("kv").tobytes()
 
 
 # ---- sampling --------------------------------------------------------------------------

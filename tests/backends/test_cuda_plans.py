@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 from flashrt.backend import OpenDevice
 from flashrt.backends.cuda import CudaBackend, CudaDevice, missing, prefill
+from flashrt.backends.cuda.args import Attention, Launch, Rope
+from flashrt.backends.cuda.compile import source
 from flashrt.backends.cuda.kernels import offered
 from flashrt.backends.reference import ReferenceBackend
 from flashrt.ir.ops import (
@@ -109,6 +112,56 @@ def test_attention_of_many_tokens_by_the_library(gpu: CudaDevice, monkeypatch: p
     for (_, logits), (_, meant) in zip(got, want, strict=True):
         a, b = (np.frombuffer(x, np.float32)[:VOCAB] for x in (logits, meant))
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-2 * np.abs(b).max())
+
+
+def launches(tokens: int, **options: Any) -> list[Launch]:
+    """Of a step's layers; nothing is computed."""
+    from tests.backends.cuda_emulated import EmulatedDriver
+
+    class Noting(EmulatedDriver):
+        def launch(self, launch: Launch) -> None:
+            noted.append(launch)
+
+    noted: list[Launch] = []
+    with opened(CudaDevice(GPU, Noting()), GPU, **options) as program:
+        ids = np.arange(tokens, dtype=np.int32)
+        given = {"ids": ids, "positions": ids, "rows": ids[-1:], "seq": 0 * ids, "pages": ids[:1, None]}
+        given |= {"temperature": np.zeros(1, np.float32), "top_k": np.zeros(1, np.int32)}
+        given |= {name: np.ones(1, np.float32) for name in ("top_p", "min_p", "penalty")}
+        given |= {name: np.ones(1, np.int64) for name in ("seed", "draw")}
+        program.call({**given, "history": np.full((1, 1), -1, np.int32)}, {"C": 16})
+    assert not any(name in launch.kernel for launch in noted for name in ("quantize", "round_bf16"))
+    return noted
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize(
+    "numerics,attention",
+    [(LINEAR_EXACT, ATTENTION_CACHED), (LINEAR_I8, ATTENTION_CACHED), (LINEAR_BF16, ATTENTION_BF16)],
+)
+def test_few_launches_with_all_numerics(tokens: int, numerics: str, attention: str) -> None:
+    """qkv, attention, o, gate and up, down: nothing else in a layer, but `rope` for several tokens.
+
+    Inputs are read early.
+    """
+    found = launches(tokens, numerics=numerics, attention=attention)
+    names = [launch.kernel.split("_")[0] for launch in found]
+    at = [i for i, name in enumerate(names) if name == "attention"]
+    assert len(at) == len(GRAPH.states) > 1
+    rope = ["rope"] * (tokens > 1)
+    assert names[at[0] + 1 : at[1] + 1] == ["linear"] * 4 + rope + ["attention"]
+    given = [launch.fields for launch in found]
+    assert all(fields.late == 0 for fields in given if isinstance(fields, Rope | Attention))
+
+
+def test_every_kernel_waits_for_those_before_it() -> None:
+    """Inputs are read before that wait, so none may start before `pull` is through: it lets nobody start, and
+    behind it each waits."""
+    kernels = source().split('extern "C" __global__')[1:]
+    bodies = {re.findall(r"(\w+)\(\w+ \w\)", k)[0]: k.partition("\n}\n")[0] for k in kernels}
+    for name, body in bodies.items():
+        assert "after_others()" in body or re.search(r"(linear|attention)<", body), name
+    assert "let_others_start" not in bodies["pull"] and len(bodies) > 15
 
 
 def test_a_step_is_cut_where_another_sequence_begins() -> None:

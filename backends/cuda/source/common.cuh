@@ -139,6 +139,13 @@ __device__ __forceinline__ i64 clock_ns() {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
   return (i64)t;
 }
+// How many counted in before. What a block wrote before it met and one of its threads counted in is there for
+// those that count in later.
+__device__ __forceinline__ int count_in(int* counter) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
 #endif
 
 // nearest, half to even; NaN stays NaN

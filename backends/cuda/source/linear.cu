@@ -396,12 +396,21 @@ __device__ __forceinline__ float whole_numbers(float* v, int digits, int* z) {
     return __int_as_float(0x7fc00000);
   }
   if (digits == 1) {
-    const float scale = __fdiv_rn(most, 127.f), by = scale == 0.f ? 1.f : scale;
+    const float scale = __fdiv_rn(most, 127.f), by = scale == 0.f ? 1.f : scale, inverse = __fdiv_rn(1.f, by);
+    // v·(1/by) is less than 2e-5 off the rounded quotient v/by, so only next to halves need it be divided
+    bool sure = by >= 1.1754944e-38f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int q = __float2int_rn(__fdiv_rn(v[i], by));
-      z[i] = q > 127 ? 127 : q < -127 ? -127 : q;
+      const float q = __fmul_rn(v[i], inverse), whole = __fadd_rn(q, MAGIC);
+      z[i] = (int)__float_as_uint(whole) - 0x4b400000;
+      sure = sure && fabsf(fabsf(q - (whole - MAGIC)) - 0.5f) > 2e-5f;
     }
+    if (!sure)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int q = __float2int_rn(__fdiv_rn(v[i], by));
+        z[i] = q > 127 ? 127 : q < -127 ? -127 : q;
+      }
     return scale;
   }
   const int exponent = (int)(__float_as_uint(most) >> 23);

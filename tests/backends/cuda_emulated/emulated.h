@@ -207,6 +207,7 @@ static inline long long clock_ns() {
   return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 template <class T> static inline T from_others(const T* p) { return *p; }
+static inline int count_in(int* counter) { return (*counter)++; }
 
 static inline float half_to_float(unsigned short h) {
   const unsigned sign = (h & 0x8000u) << 16, e = (h >> 10) & 31, m = h & 0x3ff;
