@@ -148,12 +148,12 @@ __device__ __forceinline__ void multiply8(const float* k, const float* q, int wi
 }
 
 // The products of a warp's 16 keys: lanes 2i and 2i+1 have every other eight channels of key i.
-template <int Q, bool BF16>
+template <int Q, int AT_ONCE, bool BF16>
 __device__ __forceinline__ void multiply_keys(const char* key, const float* q, int width, int d, int lane, float* score) {
-  int c = (lane & 1) * 8;
-  float k[8];
-#pragma unroll 4
-  for (; c + 8 <= d; c += 16) {
+  const int half = (lane & 1) * 8, whole = d & ~15;
+#pragma unroll AT_ONCE
+  for (int c = half; c < whole + half; c += 16) {
+    float k[8];
     if (BF16) {
       const uint4 w = *(const uint4*)(key + c * 2);
       k[0] = float_of(w.x & 0xffffu); k[1] = float_of(w.x >> 16); k[2] = float_of(w.y & 0xffffu); k[3] = float_of(w.y >> 16);
@@ -164,19 +164,21 @@ __device__ __forceinline__ void multiply_keys(const char* key, const float* q, i
     }
     multiply8<Q>(k, q + c, width, score);
   }
+  const int c = whole + half;
   if (c >= d) return;
+  float k[8];
   for (int i = 0; i < 8; ++i)
     k[i] = c + i >= d ? 0.f : BF16 ? float_of(((const u16*)key)[c + i]) : ((const float*)key)[c + i];
   multiply8<Q>(k, q + c, width, score);
 }
 
-template <int Q>
+template <int Q, int AT_ONCE>
 __device__ __forceinline__ void score_keys(
     const AttentionArgs& a, const Page& page, const float* q, int width, int lane, float* score) {
   const char* key = page.key(lane >> 1);
   for (int g = 0; g < Q; ++g) score[g] = 0.f;
-  if (a.bf16) multiply_keys<Q, true>(key, q, width, (int)a.d, lane, score);
-  else multiply_keys<Q, false>(key, q, width, (int)a.d, lane, score);
+  if (a.bf16) multiply_keys<Q, AT_ONCE, true>(key, q, width, (int)a.d, lane, score);
+  else multiply_keys<Q, AT_ONCE, false>(key, q, width, (int)a.d, lane, score);
   const float scale = (float)a.scale, cap = (float)a.softcap;
   for (int g = 0; g < Q; ++g) score[g] = __fmul_rn(score[g] + __shfl_xor_sync(0xffffffffu, score[g], 1), scale);
   if (cap > 0.f)
@@ -192,10 +194,9 @@ struct Room {
 };
 
 // Weighted values of a warp's page, added up: channels 2·lane and 2·lane + 1 of each 64.
-template <int Q, int PAIRS, bool BF16>
+template <int Q, int PAIRS, int AT_ONCE, bool BF16>
 __device__ __forceinline__ void add_values(
     const Page& page, const float* weights, int begin, int end, int dv, int lane, float (*out)[PAIRS][2]) {
-  constexpr int AT_ONCE = Q * PAIRS > 8 ? 2 : 4;
 #pragma unroll AT_ONCE
   for (int i = begin; i < end; ++i) {
     float weight[Q];
@@ -224,10 +225,10 @@ template <int G, int Q, int PAIRS>
 __device__ __forceinline__ void attend_page(
     const AttentionArgs& a, const Page& page, const float* q, int at, int query, int first, int lo, int hi,
     const Room& room) {
-  constexpr int WIDTH = 64 * PAIRS;
+  constexpr int WIDTH = 64 * PAIRS, AT_ONCE = Q * PAIRS > 8 ? 2 : 4;  // wide heads have no registers to spare
   const int lane = threadIdx.x & 31, dim = (int)a.dim, dv = (int)a.dv;
   float score[Q];
-  score_keys<Q>(a, page, q + query * WIDTH, WIDTH, lane, score);
+  score_keys<Q, AT_ONCE>(a, page, q + query * WIDTH, WIDTH, lane, score);
   const int key = lane >> 1, begin = lo > first ? lo - first : 0, end = hi - first < 16 ? hi - first : 16;
   const bool seen = key >= begin && key < end;
   float* weights = room.weights + (threadIdx.x >> 5) * 16 * Q;
@@ -243,8 +244,8 @@ __device__ __forceinline__ void attend_page(
   __syncwarp();
   float out[Q][PAIRS][2];
   for (int g = 0; g < Q; ++g) for (int p = 0; p < PAIRS; ++p) out[g][p][0] = out[g][p][1] = 0.f;
-  if (a.bf16) add_values<Q, PAIRS, true>(page, weights, begin, end, dv, lane, out);
-  else add_values<Q, PAIRS, false>(page, weights, begin, end, dv, lane, out);
+  if (a.bf16) add_values<Q, PAIRS, AT_ONCE, true>(page, weights, begin, end, dv, lane, out);
+  else add_values<Q, PAIRS, AT_ONCE, false>(page, weights, begin, end, dv, lane, out);
   float* values = room.values + (at * G + query) * dim;
   for (int g = 0; g < Q; ++g)
     for (int p = 0; p < PAIRS; ++p) {
@@ -393,7 +394,8 @@ __device__ __forceinline__ void attention(const AttentionArgs& a) {
   const int lo = a.window > 0 && own + 1 > a.window ? own + 1 - (int)a.window : 0;
   const int from = lo >> shift, ranges = (hi + (1 << shift) - 1) >> shift;
   int r = FEW ? from + (int)blockIdx.z : from;
-  if (t >= rows || r >= ranges) { after_others(); return; }
+  if (t >= rows) { after_others(); return; }
+  if (r >= ranges) return;  // a token's first range waits
   const int* table = a.pages + (i64)mine * stride;
   auto wanted = [&](int first) { return first < hi && first + 16 > lo; };
   int first = (r << shift) + at * 16;
