@@ -14,6 +14,7 @@ from flashrt.backend import OpenDevice
 from flashrt.backends.cuda import CudaBackend, CudaDevice, missing, prefill
 from flashrt.backends.cuda.args import Attention, Launch, Rope
 from flashrt.backends.cuda.compile import source
+from flashrt.backends.cuda.driver import Driver
 from flashrt.backends.cuda.kernels import offered
 from flashrt.backends.reference import ReferenceBackend
 from flashrt.ir.ops import (
@@ -27,6 +28,8 @@ from flashrt.ir.ops import (
 from flashrt.machine import Device, Machine, Measured
 from flashrt.passes import pipeline
 from flashrt.program import Plan, Program, Variant
+from tests.backends import cuda_streams
+from tests.backends.kernel_texts import attention_text
 from tests.generating import PAGES, generate
 from tests.tiny import VOCAB, tiny_graph, tiny_import, tiny_source
 
@@ -114,16 +117,21 @@ def test_attention_of_many_tokens_by_the_library(gpu: CudaDevice, monkeypatch: p
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-2 * np.abs(b).max())
 
 
-def launches(tokens: int, **options: Any) -> list[Launch]:
-    """Of a step's layers; nothing is computed."""
+def noting(noted: list[Launch]) -> Driver:
+    """A driver that notes launches; nothing is computed."""
     from tests.backends.cuda_emulated import EmulatedDriver
 
     class Noting(EmulatedDriver):
         def launch(self, launch: Launch) -> None:
             noted.append(launch)
 
+    return Noting()
+
+
+def launches(tokens: int, **options: Any) -> list[Launch]:
+    """Of a step."""
     noted: list[Launch] = []
-    with opened(CudaDevice(GPU, Noting()), GPU, **options) as program:
+    with opened(CudaDevice(GPU, noting(noted)), GPU, **options) as program:
         ids = np.arange(tokens, dtype=np.int32)
         given = {"ids": ids, "positions": ids, "rows": ids[-1:], "seq": 0 * ids, "pages": ids[:1, None]}
         given |= {"temperature": np.zeros(1, np.float32), "top_k": np.zeros(1, np.int32)}
@@ -152,6 +160,16 @@ def test_few_launches_with_all_numerics(tokens: int, numerics: str, attention: s
     assert names[at[0] + 1 : at[1] + 1] == ["linear"] * 4 + rope + ["attention"]
     given = [launch.fields for launch in found]
     assert all(fields.late == 0 for fields in given if isinstance(fields, Rope | Attention))
+
+
+def test_what_is_no_input_is_read_late() -> None:
+    noted: list[Launch] = []
+    text = attention_text(2, 1, 16, 16, ",causal=true")
+    values = {slot: 0 for slot in range(6)}
+    cuda_streams.run(CudaDevice(cuda_streams.spec(), noting(noted)), text, values, T=2)
+    assert [launch.kernel for launch in noted] == ["pull", "rope", "attention_2_1"]
+    fields = [launch.fields for launch in noted]
+    assert all(given.late == 1 for given in fields if isinstance(given, Rope | Attention))
 
 
 def test_every_kernel_waits_for_those_before_it() -> None:
