@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.llama_shape import RandomSource, Shape, graph, imported
+from flashrt.backend import WORKSPACE
 from flashrt.backends.cuda import CudaBackend
 from flashrt.backends.cuda.kernels import offered
 from flashrt.backends.reference import ReferenceBackend
@@ -30,7 +31,7 @@ def device() -> Device:
     rates = {"f32": rate, "bf16": rate}
     return Device(
         "gpu:0", "gpu", found.name, found.total_memory, rate, rates, Measured(2.0, "assumed"),
-        kernels=offered(),
+        kernels=offered(), workspace=WORKSPACE["gpu"],
     )  # fmt: skip
 
 

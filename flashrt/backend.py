@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashrt.ir import micro
+from flashrt.ir.ops import ATTENTION_BF16, LINEAR_BF16
 from flashrt.ir.types import Weight
 from flashrt.machine import Device, Workspace
 
@@ -95,8 +96,11 @@ class Memory(Protocol):
         """Where a state lies on a device."""
 
 
-# What compiled code of a kind of device may set aside, by operation: backends keep to it, plans count it.
-# "": for each node, what makes a row of it.
+ROOM = 64 << 20  # bytes of a GPU that its kernels use in turns: for weights in bf16, keys side by side, sums
+TRANSIENT = 128 << 20  # bytes beyond which a GPU's code takes the rows of a step bit by bit
+
+# What compiled code of a kind of device may set aside, by operation, or by operation and numerics: backends
+# keep to it, plans count it. "": for each node, what makes a row of it; and what a device has in any case.
 WORKSPACE: Mapping[str, Mapping[str, Workspace]] = {
     "cpu": {
         "": Workspace(team=1 << 10),
@@ -106,7 +110,13 @@ WORKSPACE: Mapping[str, Mapping[str, Workspace]] = {
         "attention": Workspace(team=1088 << 10, core=48 << 10, channel=576),  # sums of ranges of keys; tiles
         "attention+latent": Workspace(team=(16 << 20) + (64 << 10), core=48 << 10, channel=576),
         "sample": Workspace(core=17 << 10, channel=8),  # values, their order, and buckets
-    }
+    },
+    "gpu": {
+        "": Workspace(device=ROOM + (4 << 20)),  # and counters, sizes, and what an allocator rounds up
+        f"linear {LINEAR_BF16}": Workspace(device=2 * (32 << 20)),  # cuBLAS's own, launched and recorded
+        f"attention {ATTENTION_BF16}": Workspace(transient=8),  # queries and results in bf16, and a copy
+        "sample": Workspace(element=4, transient=80),  # penalised logits; their order, and sums in float64
+    },
 }
 
 
@@ -147,6 +157,10 @@ class OpenDevice(Protocol):
 @runtime_checkable
 class Remote(Protocol):
     """What an open device has besides when the host can't see its memory."""
+
+    @property
+    def held(self) -> int:
+        """Bytes of its memory that loaded code shares, beside what each code holds. For any thread."""
 
     def pinned(self, nbytes: int) -> U8:
         """Zeroed host memory that the device reads by itself: where the inputs of its steps lie, and what

@@ -32,11 +32,16 @@ class Workspace(NamedTuple):
 
     team: once; core: for each core; channel: for each core and channel (of its first input; of an
     attention, those of a head). Uses with the same number of channels share it.
+    device: once, for all code of a device. element: for each element of its first input in the largest
+    step; all uses share it. transient: as `element`, but only while it runs, and up to `backend.TRANSIENT`.
     """
 
     team: int = 0
     core: int = 0
     channel: int = 0
+    device: int = 0
+    element: int = 0
+    transient: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from flashrt.backend import TRANSIENT
 from flashrt.errors import PlanError
 from flashrt.ir import logical, physical
 from flashrt.ir.bounds import Bounds
@@ -104,26 +105,58 @@ def peak_weights(nodes: Sequence[Node], sizes: Mapping[str, int]) -> int:
     return _peak(uses, sizes, ())
 
 
-def workspace(nodes: Iterable[physical.Node], whole: physical.Graph, device: Device) -> int:
+def workspace(nodes: Sequence[Node], whole: logical.Graph | physical.Graph, device: Device) -> int:
     """The most bytes that the code of these nodes sets aside on a device, in two variants."""
     if not device.workspace:
         return 0
-    known, none = Bounds.of(whole), Workspace()
-    types = {i.name: i.type for i in whole.inputs} | {n.name: n.type for n in whole.nodes}
-    uses = {(_code(n), _channels(n, types, known)) for n in nodes}
-    total = sum(device.workspace.get("", none).team for _ in nodes)
+    known, none, types = Bounds.of(whole), Workspace(), _types(whole)
+    every = device.workspace.get("", none)
+    uses = {(_code(n, device), _channels(n, types, known)) for n in nodes}
+    of_one = len(nodes) * every.team
     for op, channels in uses:
         each = device.workspace.get(op, none)
-        total += each.team + device.cores * aligned(each.core + each.channel * channels)
-    return TURNS * total
+        of_one += each.team + device.cores * aligned(each.core + each.channel * channels)
+    elements: dict[str, int] = {}
+    for node in nodes:
+        if by := device.workspace.get(op := _code(node, device), none).element:
+            elements[op] = max(elements.get(op, 0), by * _elements(node, types, known))
+    once = every.device + sum(device.workspace.get(op, none).device for op in {op for op, _ in uses})
+    return once + TURNS * (of_one + sum(elements.values()))
 
 
-def _code(node: physical.Node) -> str:
+def transient(nodes: Iterable[Node], graph: logical.Graph | physical.Graph, device: Device) -> int:
+    """The most bytes that the code of one of these nodes sets aside on a device only while it runs."""
+    known, types, most = Bounds.of(graph), _types(graph), 0
+    for node in nodes:
+        if by := device.workspace.get(_code(node, device), Workspace()).transient:
+            most = max(most, by * _elements(node, types, known))
+    return min(most, TRANSIENT)
+
+
+def taken(graph: logical.Graph, device: Device) -> int:
+    """The most bytes of results and code, where all of a graph is on a device."""
+    own = peak_activations(graph.nodes, graph) + transient(graph.nodes, graph, device)
+    return own + workspace(graph.nodes, graph, device)
+
+
+def _types(graph: logical.Graph | physical.Graph) -> Mapping[str, TensorType]:
+    return {i.name: i.type for i in graph.inputs} | {n.name: n.type for n in graph.nodes}
+
+
+def _code(node: Node, device: Device) -> str:
     """The name under which a device says what memory the code of a node takes."""
+    if f"{node.op} {node.numerics}" in device.workspace:
+        return f"{node.op} {node.numerics}"
     return "attention+latent" if node.op == "attention" and node.attr("latent") else node.op
 
 
-def _channels(node: physical.Node, types: Mapping[str, TensorType], known: Bounds) -> int:
+def _elements(node: Node, types: Mapping[str, TensorType], known: Bounds) -> int:
+    """Of a node's first input, in the largest step."""
+    first = types.get(node.inputs[0][1:]) if node.inputs else None
+    return math.ceil(known.interval(first.elements)[1]) if first else 0
+
+
+def _channels(node: Node, types: Mapping[str, TensorType], known: Bounds) -> int:
     """Of a node's first input; of an attention, those of a head, of keys and of values."""
     if node.op == "attention":
         dims = (node.attr("head_dim"), node.attr("value_dim"))
@@ -152,8 +185,8 @@ def _peak(uses: Sequence[set[str]], sizes: Mapping[str, int], kept: Iterable[str
 class Need:
     """A device's budget as far as a placement fills it. least: bytes its weights need when they stream.
 
-    reserve: what results of another variant may take. passing: bytes of weights that don't stay because the
-    host's memory keeps them.
+    reserve: what results and code of another variant may take. passing: bytes of weights that don't stay
+    because the host's memory keeps them.
     """
 
     budget: physical.Budget
@@ -165,7 +198,7 @@ class Need:
     def left(self) -> int:
         """Bytes for weights."""
         b = self.budget
-        return b.limit - b.state - b.workspace - max(b.activations, self.reserve)
+        return b.limit - b.state - max(b.activations + b.workspace, self.reserve)
 
     def short(self) -> str:
         """What is lacking, in figures."""
@@ -210,15 +243,14 @@ def _beside(budget: physical.Budget) -> int:
 def room_of(budgets: Iterable[physical.Budget], reserve: Mapping[str, int]) -> Counter[str]:
     """Bytes that state and results leave for the weights of each device, shared ones included.
 
-    reserve: results of other variants, by device, where they take more.
+    reserve: results and code of other variants, by device, where they take more.
     """
     return Counter(
         {
             b.device: b.limit
             - b.state
-            - b.workspace
             + b.shared
-            - max(b.activations, reserve.get(b.device, 0))
+            - max(b.activations + b.workspace, reserve.get(b.device, 0))
             for b in budgets
         }
     )

@@ -15,10 +15,10 @@ from flashrt.passes.assign import Choice, Memory, Problem, Tied, assign
 from flashrt.passes.budget import (
     Held,
     held_bytes,
-    peak_activations,
     pool_limit,
     pool_of,
     state_bytes,
+    taken,
     weight_road,
 )
 from flashrt.passes.choices import BUSY, HOME, Placer, Plan, Priced, Rules
@@ -246,8 +246,8 @@ class _Dealer:
         return aligned(block_bytes(self._weights[weight]))
 
     def _results(self, device: str) -> int:
-        own = peak_activations(self._task.graph.nodes, self._task.graph)
-        return max(own, self._task.earlier.reserve.get(device, 0))
+        graph, spec = self._task.graph, self._task.machine.device(device)
+        return max(taken(graph, spec), self._task.earlier.reserve.get(device, 0))
 
     def _arriving(self, device: str) -> float:
         """Microseconds until what one unit hands to the next has come from another device."""

@@ -36,14 +36,14 @@ class Lending:
 
     @classmethod
     def of(cls, before: physical.Graph, held: Held, machine: Machine, reserve: Mapping[str, int]) -> Lending:
-        """What a plan lends of which all weights stay. reserve: bytes for results, by device."""
+        """What a plan lends of which all weights stay. reserve: bytes for results and code, by device."""
         weights = {w.name: w for w in before.weights}
         kinds = {d.id: d.kind for d in machine.devices}
         lent = {name: rows for (name, device), rows in held.items() if kinds[device] in HOSTS}
         rings = {}
         for b in before.budgets:
-            results = max(b.activations, reserve.get(b.device, 0))
-            left = b.limit - b.state - b.workspace - results - held_bytes(held, weights, [b.device])
+            beside = max(b.activations + b.workspace, reserve.get(b.device, 0))
+            left = b.limit - b.state - beside - held_bytes(held, weights, [b.device])
             if kinds[b.device] in PASSED and left > 0:
                 rings[b.device] = left
         return cls(lent, held, rings if lent else {})

@@ -37,7 +37,7 @@ from flashrt.ir.ops import ATTENTION_EXACT, LINEAR_EXACT
 from flashrt.ir.types import Env, evaluate
 from flashrt.layouts import aligned
 from flashrt.machine import Machine
-from flashrt.passes.budget import HOSTS, peak_activations, room_of, weight_road
+from flashrt.passes.budget import HOSTS, room_of, taken, weight_road
 from flashrt.passes.cost import cost
 from flashrt.passes.elide import elide, keep
 from flashrt.passes.fuse import fuse
@@ -218,9 +218,8 @@ def _placed(graph: logical.Graph, machine: Machine, options: Options, check: Che
 
 
 def reserve(prepared: Sequence[logical.Graph], machine: Machine) -> dict[str, int]:
-    """Bytes to leave free on each device for the results of any of the variants, wherever it is placed."""
-    most = max(peak_activations(g.nodes, g) for g in prepared)
-    return {d.id: most for d in machine.devices}
+    """Bytes to leave free on each device for results and code of any variant, wherever it is placed."""
+    return {d.id: max(taken(g, d) for g in prepared) for d in machine.devices}
 
 
 def _quickest(ways: Sequence[Placement], machine: Machine, options: Options) -> physical.Graph:

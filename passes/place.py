@@ -27,6 +27,7 @@ from flashrt.passes.budget import (
     peak_activations,
     peak_weights,
     state_bytes,
+    transient,
     weight_road,
     weights_held,
     workspace,
@@ -292,7 +293,7 @@ class _Plans:
             limit=task.machine.device(id).budget,
             weights=sum(sizes.values()) + beside,
             state=sum(state_bytes(s, task.env) for s in task.states(nodes)),
-            activations=peak_activations(nodes, whole),
+            activations=peak_activations(nodes, whole) + transient(nodes, whole, task.machine.device(id)),
             workspace=workspace(nodes, whole, task.machine.device(id)),
         )
         # beside variants of which all weights stay, all have to stay

@@ -26,8 +26,8 @@ TAGGED = ("gpu", "npu", "cpu")  # kinds that an affinity speaks of
 class Earlier:
     """Plans of the same model for other sizes of a step, with which the new one takes turns.
 
-    reserve: device → bytes that results, and blocks that pass through it, take in a plan that is still to
-    come. home: the device that all states shall be on; "" for wherever it is best. whole: weights may pass
+    reserve: device → bytes that results, code, and blocks that pass through it, take in a plan that is still
+    to come. home: the device that all states shall be on; "" for wherever it is best. whole: weights may pass
     through a device in a plan that is still to come, so that none is cut for good.
     """
 
