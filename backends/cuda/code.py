@@ -30,7 +30,7 @@ from flashrt.backends.cuda.driver import Driver, Mark
 from flashrt.backends.cuda.encode import alone, encode
 from flashrt.backends.cuda.fuse import Fuser, Joint, rows_of
 from flashrt.backends.cuda.linear import few, takes
-from flashrt.backends.cuda.operands import Operands, Sizes, Twin, address_of
+from flashrt.backends.cuda.operands import Operands, Scratch, Sizes, Twin, address_of
 from flashrt.backends.cuda.sample import greedy_only
 from flashrt.backends.cuda.ticks import Ticks, carries
 from flashrt.errors import DeviceError
@@ -94,13 +94,15 @@ class Piece:
 class Code:
     """What `load` makes. stamps: [instructions, 3] ns: arrived, started, ended."""
 
-    def __init__(self, instrs: Sequence[Compute], memory: Memory, device: str, driver: Driver) -> None:
+    def __init__(
+        self, instrs: Sequence[Compute], memory: Memory, device: str, driver: Driver, scratch: Scratch
+    ) -> None:
         self._memory, self._device, self._driver = memory, device, driver
         self.stamps: I64 = np.zeros((len(instrs), 3), np.int64)
         stream = memory.stream
         self._slots = {s.id: s for s in stream.slots}
         self._blocks = {b.name: b for b in stream.blocks if b.device == device}
-        self._scratch: dict[str, Any] = {}
+        self._scratch = scratch
         self._twins = {id: self._twin(id) for id in self._inputs(instrs)}
         here = driver.pinned(8 * MOST_SIZES)
         self._sizes_there = driver.alloc(8 * MOST_SIZES)
@@ -117,10 +119,11 @@ class Code:
 
     @property
     def held(self) -> int:
-        """Bytes of device memory that it has for itself now: inputs, sizes and scratch. For any thread."""
+        """Bytes of device memory that it has for itself now: inputs, sizes and scratch that only its
+        buckets still know. For any thread."""
         buckets = [b for piece in self._pieces for b in list(piece.buckets.values())]
         own = [self._sizes_there, *(twin.there.buffer for twin in self._twins.values())]
-        own += [*list(self._scratch.values()), *(m for b in buckets for m in b.keep)]
+        own += [m for b in buckets for m in b.keep if not self._scratch.has(m)]
         return sum({id(m): len(m) for m in own if not isinstance(m, np.ndarray)}.values())
 
     # ---- one step
@@ -236,10 +239,9 @@ class Code:
         return self._bucket(piece, env, greedy)
 
     def _forget(self) -> None:
-        """Drops all buckets and their scratch; nothing may be under way."""
+        """Drops all buckets; nothing may be under way."""
         for piece in self._pieces:
             piece.buckets.clear()
-        self._scratch.clear()
         self._driver.trim()
 
     def _recording(self, steps: Sequence[Step]) -> list[Callable[[], None]]:
@@ -311,7 +313,7 @@ class Code:
         keep: list[Any] = []
         ops = Operands(
             self._memory, self._device, self._driver.limits, env, greedy, self._sizes, self._twins,
-            self._shared, self._slots, self._blocks,
+            self._scratch, self._slots, self._blocks,
         )  # fmt: skip
         fuser = Fuser(
             self._memory, lambda instr: few(instr, ops), lambda instr: takes(instr, ops),
@@ -319,15 +321,10 @@ class Code:
         )  # fmt: skip
         joints = [fuser.join(rows_of(part.instrs)) for part in piece.parts]
         there = replace(ops, moved=frozenset(fuser.moved))
-        steps = [s for part, some in zip(piece.parts, joints, strict=True) for s in _encoded(part, some, there)]
-        keep += self._scratch.values()
+        parts = zip(piece.parts, joints, strict=True)
+        steps = [step for part, some in parts for step in _encoded(part, some, there)]
+        keep += self._scratch.all()
         return Bucket([self._pull(piece, env, keep), *steps], keep)
-
-    def _shared(self, what: str, nbytes: int) -> Any:
-        """Zeroed memory; a larger one takes the place of a smaller, which the launches that have it keep."""
-        if what not in self._scratch or len(self._scratch[what]) < nbytes:
-            self._scratch[what] = self._driver.alloc(max(nbytes, 16))
-        return self._scratch[what]
 
     def _pull(self, piece: Piece, env: Env, keep: list[Any]) -> Step:
         """The launch that brings sizes and a piece's inputs onto the device."""

@@ -16,6 +16,7 @@ from flashrt.backend import I64, U8, Compute, Memory, Place, Rect
 from flashrt.backends.cuda.code import Code
 from flashrt.backends.cuda.driver import Driver, GpuDriver
 from flashrt.backends.cuda.kernels import KIND, offered
+from flashrt.backends.cuda.operands import Scratch
 from flashrt.errors import DeviceError, PlanError
 from flashrt.machine import Device
 
@@ -28,6 +29,12 @@ class CudaDevice:
 
     def __init__(self, spec: Device, driver: Driver) -> None:
         self.spec, self.driver = spec, driver
+        self._scratch = Scratch(driver.alloc)
+
+    @property
+    def held(self) -> int:
+        """Bytes of device memory that its code shares."""
+        return sum(map(len, self._scratch.all()))
 
     def reserve(self, nbytes: int) -> Any:
         """Zeroed device memory, a tensor of bytes."""
@@ -42,7 +49,7 @@ class CudaDevice:
 
         Raises PlanError for a kernel that isn't there, LawError for a bias without its dispatch.
         """
-        return Code(instrs, memory, self.spec.id, self.driver)
+        return Code(instrs, memory, self.spec.id, self.driver, self._scratch)
 
     def run(self, code: Code, epoch: int) -> None:
         """Waits, computes, signals; returns when the device is through."""
@@ -71,6 +78,7 @@ class CudaDevice:
 
     def close(self) -> None:
         """Lets go of locked memory; the device's own goes with its last buffer, graphs with their code."""
+        self._scratch.clear()
         self.driver.close()
 
 

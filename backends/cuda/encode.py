@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flashrt.backend import ROOM
 from flashrt.backends.cuda import args, prefill
 from flashrt.backends.cuda.args import Live, Step, launch
 from flashrt.backends.cuda.fuse import Joint
@@ -20,6 +21,7 @@ ACTS = {"silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "tanh": 5, "sigmoid": 6
 MAPS = {"gated": 0, "activation": 1, "add": 2, "mul": 3, "scale": 4, "softcap": 5}
 FORMATS = {"f32": 0, "f16": 1, "bf16": 2, "q4.16x32": 4, "q4m.16x32": 5, "q8.16x32": 8}
 SPLIT = 64  # tokens up to which ranges of keys have blocks of their own
+FULL = 4  # blocks of a processor from which on it needs no more
 WIDEST = 96 << 10  # bytes of pages beyond which a block has two warps instead of four
 
 
@@ -164,12 +166,13 @@ def _attention(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]
     page = 2 * PAGE * (-(-dim * (2 if bf16 else 4) // 128) * 128 + 32)  # bytes in shared memory
     warps = 4 if 4 * page <= WIDEST else 2
     ranges = -(-ops.number(pages.width) // warps)
-    split = rows <= SPLIT and ranges > 1
+    sums = 4 * rows * cells * ranges * together * (dim + 2)  # bytes
+    split = ranges > 1 and rows <= SPLIT and rows * cells < FULL * ops.limits.processors and sums <= ROOM
     parts = through = 0
     few = split or joint.queries is not None
     if few:
-        parts = _scratch("attention", 4 * rows * cells * ranges * together * (dim + 2), ops)
-        through = _scratch("attention through", 4 * rows * cells, ops)
+        parts = _scratch("room", max(ROOM, sums), ops)
+        through = _scratch("attention through", 4 * SPLIT * cells, ops)
     fields = args.Attention(
         q.address, q.stride, heads, kv_heads, d, dv, kv, dim, int(bf16),
         positions.address, seq.address, pages.address, _last(instr.args[3], ops),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
+from flashrt.backend import ROOM
 from flashrt.backends.cuda import args
 from flashrt.backends.cuda.args import Step, launch
 from flashrt.backends.cuda.fuse import Joint
@@ -27,6 +29,7 @@ THREADS = 32 * (WARPS + 2)
 COLUMNS = 32  # at most in one block
 SLOT = 38000  # bytes of a ring's slot at most: 64 blocks of 32 inputs of two row groups in q4
 DEPTH = 8  # slots of a ring at most
+EVEN = 128  # columns that a library's products are best cut at
 
 
 def few(instr: micro.Dispatch, ops: Operands) -> bool:
@@ -182,28 +185,35 @@ def _many(joint: Joint, instr: micro.Dispatch, w: Matrix, ops: Operands) -> list
 
     y = ops.floats(instr.dst)
     rows = ops.number(y.rows)
-    x = ops.view(instr.args[0], rows)[:, : w.k]
-    steps: list[Step] = []
+    x, out = ops.view(instr.args[0], rows)[:, : w.k], ops.view(instr.dst, rows)
     if w.layout.name == "bf16":
-        weights = ops.weights(instr.args[1])
-    else:
-        room = ops.scratch("unpacked weights", 2 * w.n * w.k)
-        weights = room[: 2 * w.n * w.k].view(torch.bfloat16).view(w.n, w.k)
-        unpack = args.Unpack(w.address, 0, w.n, w.k, PACKED[w.layout.name], room.data_ptr())
+        return [partial(_product, x, ops.weights(instr.args[1]), out), *_added(joint, instr, y, ops)]
+    room, steps = ops.scratch("room", ROOM), list[Step]()
+    at_once, per_row = _unpacked_at_once(w.n, w.k), w.layout.group_bytes(w.k) // w.layout.rows
+    for lo in range(0, w.n, at_once):
+        n = min(at_once, w.n - lo)
+        unpack = args.Unpack(w.address + lo * per_row, 0, n, w.k, PACKED[w.layout.name], room.data_ptr())
+        weights = room[: 2 * n * w.k].view(torch.bfloat16).view(n, w.k)
         steps.append(launch("unpack", (8 * ops.limits.processors,), 256, unpack))
-    out = ops.view(instr.dst, rows)
-    steps.append(lambda: _product(x, weights, out))
+        steps.append(partial(_product, x, weights, out[:, lo : lo + n]))
     return steps + _added(joint, instr, y, ops)
 
 
+def _unpacked_at_once(n: int, k: int) -> int:
+    """Rows of a weight that there is room for in bf16; where not for all, in pieces as even as can be."""
+    most = ROOM // (2 * k) // EVEN * EVEN
+    if n <= most:
+        return n
+    even = -(-n // -(-n // most))
+    return -(-even // EVEN) * EVEN
+
+
 def _product(x, w, out) -> None:  # type: ignore[no-untyped-def]
-    """out = x·wᵀ in f32, of bf16 values."""
+    """out = x·wᵀ in f32, of bf16 values. out: its rows may lie apart."""
     import torch
 
-    if x.is_cuda and out.is_contiguous():
+    if x.is_cuda:
         torch.mm(x, w.t(), out_dtype=torch.float32, out=out)
-    elif x.is_cuda:
-        out.copy_(torch.mm(x, w.t(), out_dtype=torch.float32))
     else:
         out.copy_(x.float() @ w.float().t())
 

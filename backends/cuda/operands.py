@@ -83,6 +83,36 @@ class Twin:
     bytes: Dim
 
 
+class Scratch:
+    """Device memory that kernels set aside for what nobody reads after them.
+
+    All code of a device has the same, since it runs one after the other. alloc: gives zeroed memory.
+    """
+
+    def __init__(self, alloc: Callable[[int], Any]) -> None:
+        self._alloc = alloc
+        self._made: dict[str, Any] = {}
+
+    def __call__(self, what: str, nbytes: int) -> Any:
+        """Memory under a name; a larger one takes the place of a smaller, which the launches that have it
+        keep."""
+        if what not in self._made or len(self._made[what]) < nbytes:
+            self._made[what] = self._alloc(max(nbytes, 16))
+        return self._made[what]
+
+    def all(self) -> list[Any]:
+        """All there is now."""
+        return list(self._made.values())
+
+    def has(self, memory: Any) -> bool:
+        """Whether that is memory of its own."""
+        return any(memory is own for own in self.all())
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._made.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a GPU has. shared: bytes of shared memory that one block may have; shared_all: of a processor."""
@@ -115,6 +145,10 @@ class Operands:
     def number(self, dim: Dim) -> int:
         """A size at the bucket's symbols: the largest it can be in a step."""
         return size(dim, self.env)
+
+    def most(self, dim: Dim) -> int:
+        """A size at the largest symbols: what no bucket exceeds."""
+        return size(dim, {**self.env, **{s.name: s.hi for s in self.memory.stream.symbols}})
 
     def place(self, slot: int) -> Place:
         """Where a slot lies on the device."""

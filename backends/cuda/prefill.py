@@ -1,17 +1,20 @@
 """Attention of many tokens by a library: what its kernels do with tiles on tensor cores.
 
-Keys and values of a sequence are gathered from their pages; the library then attends to them at once.
+Keys and values of a sequence are gathered from their pages, as many heads as there is room for; the library
+then attends to them at once. Of a long prompt, as many tokens as the plan counts memory for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from flashrt.backend import I64
+from flashrt.backend import I64, ROOM, TRANSIENT, WORKSPACE
+from flashrt.backends.cuda.kernels import KIND
 from flashrt.backends.cuda.operands import Operands
 from flashrt.ir import micro
 from flashrt.ir.ops import ATTENTION_BF16, PAGE
@@ -42,13 +45,16 @@ class Span:
     keys: int
 
 
-def spans(seq: Any, positions: Any) -> Iterator[Span]:
-    """The sequences of a step. seq, positions: i32[T], a sequence's tokens side by side and in order."""
+def spans(seq: Any, positions: Any, most: int) -> Iterator[Span]:
+    """The sequences of a step, cut behind every `most` tokens. seq, positions: i32[T], a sequence's tokens
+    side by side and in order."""
     if not len(seq):
         return
     cuts = np.flatnonzero((np.diff(seq) != 0) | (np.diff(positions) != 1)) + 1
-    for lo, hi in zip([0, *cuts], [*cuts, len(seq)], strict=True):
-        yield Span(int(lo), int(hi), int(seq[lo]), int(positions[hi - 1]) + 1)
+    for begin, end in zip([0, *cuts], [*cuts, len(seq)], strict=True):
+        for lo in range(int(begin), int(end), most):
+            hi = min(lo + most, int(end))
+            yield Span(lo, hi, int(seq[lo]), int(positions[hi - 1]) + 1)
 
 
 class LibraryAttention:
@@ -59,7 +65,10 @@ class LibraryAttention:
         self._q, self._y = ops.view(instr.args[0], rows), ops.view(out, rows)
         self._heads, self._d, self._dv = (int(instr.attr(k)) for k in ("heads", "head_dim", "value_dim"))  # type: ignore[arg-type]
         self._scale = float(instr.attr("scale"))  # type: ignore[arg-type]
-        self._kv = ops.cache(instr)
+        self._kv = ops.cache(instr).permute(1, 2, 0, 3, 4)  # [2, heads, pages, PAGE, dim]
+        self._room = ops.scratch("room", ROOM).view(self._kv.dtype)
+        each = max(self._d, self._dv) * self._heads * WORKSPACE[KIND][f"attention {instr.numerics}"].transient
+        self._most = max(1, TRANSIENT // each)  # tokens
         self._here = [ops.twin(a.slot).here.view(np.int32) for a in instr.args[1:4]]  # type: ignore[union-attr]
         self._sizes = [ops.slots[a.slot].type.shape for a in instr.args[2:4]]  # type: ignore[union-attr]
         self._words: I64 = ops.memory.words
@@ -69,24 +78,41 @@ class LibraryAttention:
         env = {name: int(self._words[at]) for name, at in self._symbols.items()}
         (tokens,), (_, pages) = ([size(d, env) for d in shape] for shape in self._sizes)
         positions, seq, table = self._here
-        for span in spans(seq[:tokens], positions[:tokens]):
+        for span in spans(seq[:tokens], positions[:tokens], self._most):
             many = -(-span.keys // PAGE)
             self._attend(span, table[span.seq * pages : span.seq * pages + many])
 
     def _attend(self, span: Span, pages: Any) -> None:
         import torch
-        from torch.nn.attention.bias import causal_lower_right
 
         index = torch.from_numpy(pages.astype(np.int64)).to(self._kv.device, non_blocking=True)
-        kv = self._kv.index_select(0, index).permute(1, 2, 0, 3, 4)  # [2, heads, pages, PAGE, dim]
-        kv = kv.reshape(2, kv.shape[1], -1, kv.shape[4])[:, :, : span.keys]
-        q = self._q[span.lo : span.hi, : self._heads * self._d].to(torch.bfloat16)
-        q = q.view(1, -1, self._heads, self._d).transpose(1, 2)
-        whole = span.keys == span.hi - span.lo
+        heads, dim = self._kv.shape[1], self._kv.shape[4]
+        at_once = self._room.numel() // (2 * len(pages) * PAGE * dim)
+        if not at_once:  # more keys of one head than there is room for: some of a long context's whole cache
+            for head in range(heads):
+                self._of_heads(span, head, self._kv[:, head : head + 1].index_select(2, index))
+            return
+        for head in range(0, heads, at_once):
+            some = self._kv[:, head : head + at_once]
+            shape = (2, some.shape[1], len(pages), PAGE, dim)
+            kv = self._room[: math.prod(shape)].view(shape)
+            self._of_heads(span, head, torch.index_select(some, 2, index, out=kv))
+
+    def _of_heads(self, span: Span, head: int, kv: Any) -> None:
+        """Of some heads, from the keys' head `head` on. kv: of those, [2, heads, pages, PAGE, dim]."""
+        import torch
+        from torch.nn.attention.bias import causal_lower_right
+
+        tokens, group = span.hi - span.lo, self._heads // self._kv.shape[1]
+        first, many = head * group, kv.shape[1] * group
+        kv = kv.view(2, kv.shape[1], -1, kv.shape[4])[:, :, : span.keys]
+        q = self._q[span.lo : span.hi, first * self._d : (first + many) * self._d].to(torch.bfloat16)
+        q = q.view(1, -1, many, self._d).transpose(1, 2)
+        whole = span.keys == tokens
         y = torch.nn.functional.scaled_dot_product_attention(
             q, kv[None, 0, ..., : self._d], kv[None, 1, ..., : self._dv],
-            attn_mask=None if whole else causal_lower_right(span.hi - span.lo, span.keys),
+            attn_mask=None if whole else causal_lower_right(tokens, span.keys),
             is_causal=whole, scale=self._scale, enable_gqa=True,
         )  # fmt: skip
-        flat = y[0].transpose(0, 1).reshape(span.hi - span.lo, -1)
-        self._y[span.lo : span.hi, : flat.shape[1]].copy_(flat)
+        flat = y[0].transpose(0, 1).reshape(tokens, -1)
+        self._y[span.lo : span.hi, first * self._dv : (first + many) * self._dv].copy_(flat)

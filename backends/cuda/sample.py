@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from flashrt.backend import TRANSIENT, WORKSPACE
 from flashrt.backends.cuda import args
 from flashrt.backends.cuda.args import Step, launch
+from flashrt.backends.cuda.kernels import KIND
 from flashrt.backends.cuda.operands import Operands, Tensor
 from flashrt.ir import micro
 
@@ -30,16 +32,17 @@ def sample(instr: micro.Dispatch, ops: Operands) -> list[Step]:
     if ops.greedy:
         return [_argmax(logits, out, ops)]
     rows = ops.number(logits.rows)
-    likely = ops.scratch("likely", 4 * rows * logits.width)
-    uniform = ops.scratch("uniform", 8 * rows)
+    most = ops.most(logits.rows)
+    likely = ops.scratch("likely", 4 * most * logits.width)
+    uniform = ops.scratch("uniform", 8 * most)
     penalised = _penalised(instr, logits, likely.data_ptr(), uniform.data_ptr(), ops)
     return [*penalised, _drawn(instr, rows, logits.width, likely, uniform, ops)]
 
 
 def _argmax(logits: Tensor, out: Tensor, ops: Operands) -> Step:
-    rows = ops.number(logits.rows)
-    best, index = (int(ops.scratch(what, 4 * rows * BLOCKS).data_ptr()) for what in ("best", "best index"))
-    through = int(ops.scratch("argmax through", 4 * rows).data_ptr())
+    rows, most = ops.number(logits.rows), ops.most(logits.rows)
+    best, index = (int(ops.scratch(what, 4 * most * BLOCKS).data_ptr()) for what in ("best", "best index"))
+    through = int(ops.scratch("argmax through", 4 * most).data_ptr())
     fields = args.Argmax(
         logits.address, logits.stride, logits.width, out.address, best, index, through, ops.rows(logits.rows)
     )
@@ -67,7 +70,14 @@ def _drawn(instr: micro.Dispatch, rows: int, width: int, likely: Any, uniform: A
     u = uniform[: 8 * rows].view(torch.float64).view(rows, 1)
     parameters = [ops.column(a, rows) for a in instr.args[1:5]]
     out = ops.column(instr.dst, rows).view(rows)
-    return lambda: out.copy_(draw(x, u, *parameters))
+    some = max(1, TRANSIENT // (width * WORKSPACE[KIND]["sample"].transient))
+
+    def work() -> None:
+        for at in range(0, rows, some):
+            part = slice(at, at + some)
+            out[part].copy_(draw(x[part], u[part], *(p[part] for p in parameters)))
+
+    return work
 
 
 def draw(x: Any, u: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:

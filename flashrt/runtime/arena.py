@@ -101,8 +101,10 @@ class Residents:
     def held(self) -> dict[tuple[str, Owner], int]:
         """Bytes reserved by now, by device and owner. For any thread."""
         found = dict(self._held)
-        for device, code in list(self._codes):
-            found[device, "workspace"] = found.get((device, "workspace"), 0) + code.held
+        shared = [(id, remote.held) for id, remote in self._remotes.items()]
+        for device, nbytes in (*shared, *((device, code.held) for device, code in list(self._codes))):
+            if nbytes:
+                found[device, "workspace"] = found.get((device, "workspace"), 0) + nbytes
         return found
 
     def estate(self) -> Estate:

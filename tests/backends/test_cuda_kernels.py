@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashrt.backends.cuda import CudaBackend, CudaDevice, missing
+from flashrt.backends.cuda import CudaBackend, CudaDevice, args, encode, missing
+from flashrt.backends.cuda import linear as products
+from flashrt.backends.cuda import sample as sampling
 from flashrt.backends.cuda.kernels import STORED
 from flashrt.layouts import LAYOUTS, U8, pack_plain
 from tests.backends.cpu_streams import packed
@@ -93,6 +95,36 @@ def test_linear_with_bf16_activations(gpu: CudaDevice, layout: str, t: int) -> N
     values = {0: r(t, k), 2: r(t, n)}
     blocks = {"w": packed(layout, n, k), "b": f32(r(n))}
     agree(gpu, quantised(layout, n, k, "+bias+residual"), values, 1, blocks, T=t, tolerance=4e-3)
+
+
+@pytest.mark.parametrize("layout", ["q4.16x32", "q4m.16x32", "q8.16x32"])
+def test_a_weight_is_unpacked_in_pieces(
+    gpu: CudaDevice, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no room for all of it: each piece's columns, the last ones fewer, and what is added."""
+    n, k, t = 88, 72, 40
+    monkeypatch.setattr(products, "ROOM", 2 * k * 39)  # of 16 rows each, 39 would be 32
+    monkeypatch.setattr(products, "EVEN", 16)
+    unpacked, unpack = list[int](), args.Unpack
+
+    def noted(*fields: int) -> args.Unpack:
+        unpacked.append(fields[2])
+        return unpack(*fields)
+
+    monkeypatch.setattr(args, "Unpack", noted)
+    values = {0: r(t, k), 2: r(t, n)}
+    blocks = {"w": packed(layout, n, k), "b": f32(r(n))}
+    agree(gpu, quantised(layout, n, k, "+bias+residual"), values, 1, blocks, T=t, tolerance=4e-3)
+    assert unpacked == [32, 32, 24]
+
+
+def test_pieces_of_a_weight_fit_and_are_even() -> None:
+    for n in (16, 4096, 6144, 28672, 128256, 131072 + 8):
+        for k in (32, 4096, 14336, 53248):
+            some = products._unpacked_at_once(n, k)
+            assert 2 * min(some, n) * k <= products.ROOM
+            most = products.ROOM // (2 * k)
+            assert some == n or n <= some * -(-n // (most // products.EVEN * products.EVEN))
 
 
 WHOLE = 'numerics="act=i8/32 acc=f32"'
@@ -320,8 +352,33 @@ slot %9 cpu:0 f32[T,{kv_heads * d}]
     assert one.state_bytes("kv").tobytes() == each.state_bytes("kv").tobytes()
 
 
+@pytest.mark.parametrize("full", [0, 1 << 20])
+@pytest.mark.parametrize("room", [encode.ROOM, 5000])
+def test_ranges_of_keys_by_one_block_or_by_many_are_the_same_bits(
+    gpu: CudaDevice, full: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the processors are full, or sums of ranges would take more memory than there is for them."""
+    text = attention_text(4, 2, 16, 16, ",causal=true,window=0,softcap=0.0", pages="S,M")
+    pages, t = 20, 5
+    values = {0: r(t, 64), 1: r(t, 32), 2: r(t, 32), 3: np.arange(250, 250 + t), 4: np.zeros(t, np.int32),
+              5: RNG.permutation(pages)[None].astype(np.int32)}  # fmt: skip
+    sinks, state = {"sinks": f32(r(4))}, r(pages, 2, 2, 16, 16)
+
+    def bits() -> bytes:
+        out: F32 = run(gpu, text, values, sinks, state, T=t, S=1, M=pages, P=pages).read(6)
+        return out.tobytes()
+
+    want = bits()
+    monkeypatch.setattr(encode, "FULL", full)
+    monkeypatch.setattr(encode, "ROOM", room)
+    assert bits() == want
+
+
 # ---- sampling --------------------------------------------------------------------------
-def test_sample(gpu: CudaDevice) -> None:
+@pytest.mark.parametrize("transient", [sampling.TRANSIENT, 5 * 80 * 1000])
+def test_sample(gpu: CudaDevice, transient: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows at once, or some."""
+    monkeypatch.setattr(sampling, "TRANSIENT", transient)
     t, m = 12, 5
     logits = r(t, 1000) * 3
     logits[3, ::7], logits[4, 5], logits[5], logits[6, [2, 9]] = np.nan, np.inf, -np.inf, 50

@@ -101,9 +101,17 @@ def test_the_tiny_model(
             assert tokens == right
 
 
-def test_attention_of_many_tokens_by_the_library(gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a prompt, several sequences in a step: the library's attention is that of the kernel."""
+@pytest.mark.parametrize("room", [prefill.ROOM, 8 << 10, 64])
+@pytest.mark.parametrize("transient", [prefill.TRANSIENT, 3000])
+def test_attention_of_many_tokens_by_the_library(
+    gpu: CudaDevice, room: int, transient: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of a prompt, several sequences in a step: the library's attention is that of the kernel.
+
+    All heads at once, one by one, or with more keys than there is room for; a prompt whole, or in pieces."""
     monkeypatch.setattr(prefill, "MANY", 1)
+    monkeypatch.setattr(prefill, "ROOM", room)
+    monkeypatch.setattr(prefill, "TRANSIENT", transient)
     called: list[object] = []
     attend = prefill.LibraryAttention.__call__
     monkeypatch.setattr(prefill.LibraryAttention, "__call__", lambda self: called.append(attend(self)))
@@ -185,6 +193,10 @@ def test_every_kernel_waits_for_those_before_it() -> None:
 def test_a_step_is_cut_where_another_sequence_begins() -> None:
     seq = np.array([2, 2, 2, 0, 1, 1], np.int32)
     positions = np.array([5, 6, 7, 8, 0, 1], np.int32)
-    found = list(prefill.spans(seq, positions))
-    assert [(s.lo, s.hi, s.seq, s.keys) for s in found] == [(0, 3, 2, 8), (3, 4, 0, 9), (4, 6, 1, 2)]
-    assert not list(prefill.spans(seq[:0], positions[:0]))
+
+    def cut(most: int) -> list[tuple[int, int, int, int]]:
+        return [(s.lo, s.hi, s.seq, s.keys) for s in prefill.spans(seq, positions, most)]
+
+    assert cut(3) == [(0, 3, 2, 8), (3, 4, 0, 9), (4, 6, 1, 2)]
+    assert cut(2) == [(0, 2, 2, 7), (2, 3, 2, 8), (3, 4, 0, 9), (4, 6, 1, 2)]
+    assert not list(prefill.spans(seq[:0], positions[:0], 3))

@@ -44,6 +44,7 @@ class Far(ReferenceDevice):
     """A device with memory that only its own `read` and `write` reach."""
 
     lost = False
+    held = 0
 
     def pinned(self, nbytes: int) -> U8:
         return self.reserve(nbytes)

@@ -79,7 +79,8 @@ class Reached:
 class EmulatedDriver:
     """`flashrt.backends.cuda.driver.Driver` without a GPU.
 
-    most: bytes that it has. launches: kernels run so far. used: bytes in use; locked: of the host's memory.
+    most: bytes that it has. launches: kernels run so far. used: bytes in use, and the most so far: peak;
+    locked: of the host's memory.
     copies: bytes from the host, to the host, and within the device. recorded: graphs made.
     """
 
@@ -88,6 +89,7 @@ class EmulatedDriver:
         self.polls = True
         self.launches: list[str] = []
         self.most, self.used, self.recorded = most, 0, 0
+        self.peak = 0
         self.locked: list[U8] = []
         self.copies: dict[str, list[int]] = {"up": [], "down": [], "across": []}
 
@@ -95,6 +97,7 @@ class EmulatedDriver:
         if self.used + nbytes > self.most:
             raise MemoryError(f"{nbytes} bytes wanted, {self.most - self.used} free")
         self.used += nbytes
+        self.peak = max(self.peak, self.used)
         memory = torch.zeros(nbytes, dtype=torch.uint8)
         weakref.finalize(memory.untyped_storage(), self._freed, nbytes)
         return memory
