@@ -32,6 +32,7 @@ from flashrt.llm.request import Request, Sampling
 from flashrt.machine import Device, Link, Machine, Measured
 from flashrt.probes import groups, links, snapshot
 from flashrt.program import Plan, Program, Variant
+from flashrt.runtime import room
 from flashrt.status.publisher import Publisher, publish
 from flashrt.status.record import Replanning
 
@@ -246,6 +247,7 @@ def open_plan(
     plan: Plan,
     *,
     pages: int = 0,
+    least: int = 0,
     threads: int | None = None,
     source: BlockSource | None = None,
     poison: bool = False,
@@ -254,8 +256,11 @@ def open_plan(
 ) -> Program:
     """Opens a plan on this machine.
 
-    Raises ProgramError when it was made for another, PlanError when its texts name a device it hasn't.
+    Raises ProgramError when it was made for another, PlanError when its texts name a device it hasn't,
+    DeviceError when a device can't be opened, or has no room.
 
+    pages, least: size of the KV cache, and how much smaller it may be made where a device with memory of its
+    own has less free than the plan takes; 0 doesn't look at that.
     threads: of the CPU team; None takes FLASHRT_THREADS, or one per core.
     source: where weights come from, in place of the plan's own.
     on_progress: (kernel, done, of), called while kernels are made ready.
@@ -274,6 +279,7 @@ def open_plan(
                 device.progress = on_progress
         host = _open_host(plan)
         poison = poison or knobs.POISON.get()
+        pages = room.fitting(plan, opened, pages, least) if least else pages
         ready = Program(plan, opened, host, pages=pages, source=source, poison=poison)
         if elder is not None:
             elder.left_to(ready)
@@ -543,7 +549,7 @@ class _Rooms:
     def pages(self, plan: Plan, spare: int | None) -> int:
         free = snapshot.snapshot().devices[0].free if spare is not None else None
         free = None if free is None or spare is None else free + spare
-        return page_count(plan, self._llm.context, self._sequences, free)
+        return room.page_count(plan, self._llm.context, self._sequences, free)
 
     def exchanged(self, program: Program) -> None:
         self._llm._taken_over(program)
@@ -575,6 +581,8 @@ class LLM:
         on_progress: as for `open_plan`.
         live: whether splits between devices move, and the plan is made anew, as the machine changes; None
             takes FLASHRT_LIVE.
+
+    remarks: what isn't as it was asked for.
     """
 
     def __init__(
@@ -601,8 +609,13 @@ class LLM:
         self.chat.prepare()
         self.context = self.plan.chat.context
         free = snapshot.snapshot().devices[0].free
-        pages = page_count(self.plan, self.context, sequences, free)
-        self.program = open_plan(self.plan, pages=pages, threads=threads, on_progress=on_progress)
+        pages = room.page_count(self.plan, self.context, sequences, free)
+        least = min(pages, pages_for(self.context))
+        self.program = open_plan(
+            self.plan, pages=pages, least=least, threads=threads, on_progress=on_progress
+        )
+        self.remarks = room.remarks(self.plan, pages, self.program.pages)
+        pages = self.program.pages
         most = max(s.hi for v in self.plan.variants for s in v.stream.symbols if s.name == "S")
         self.generator = Generator(
             lambda *given: self.program.call(*given),  # whichever it is by then
@@ -729,33 +742,3 @@ def vocabulary(plan: Plan) -> int:
     stream = plan.variants[0].stream
     logits = next(o.value.removeprefix("%") for o in stream.outputs if o.name == "logits")
     return size(next(s for s in stream.slots if str(s.id) == logits).type.shape[-1], {})
-
-
-def page_count(plan: Plan, context: int, sequences: int, free: int | None = None) -> int:
-    """Pages for `sequences` whole contexts, or as many as the plan's budgets and half of `free` hold.
-
-    free: bytes of host memory that are free now, None when not known.
-
-    Raises:
-        PlanError: there is no room for a single page.
-    """
-    pages = pages_for(context) * sequences
-    for variant in plan.variants:
-        for budget in variant.budgets:
-            held = {
-                state
-                for i in variant.stream.instrs
-                if isinstance(i, micro.Dispatch) and i.device == budget.device
-                for state in (*i.reads, *i.writes)
-            }
-            page = sum(size(s.type.bytes, {"P": 1}) for s in variant.stream.states if s.name in held)
-            left = budget.limit - budget.weights - budget.activations - budget.workspace
-            left = left if free is None else min(left, free // 2)
-            if page and left < page:
-                raise PlanError(
-                    f"no room for the KV cache on {budget.device}: a page takes {page} bytes, {max(left, 0)} "
-                    "are left for it",
-                    hint="free some memory, or compile with fewer tokens a step",
-                )
-            pages = min(pages, left // page) if page else pages
-    return pages

@@ -11,12 +11,13 @@ import pytest
 
 from flashrt import engine, program
 from flashrt.compiler import CompileOptions, compile_model
-from flashrt.engine import obtain, open_plan, page_count
+from flashrt.engine import obtain, open_plan
 from flashrt.errors import LawError, PlanError, ProgramError
 from flashrt.ir import micro
 from flashrt.ir.types import size
 from flashrt.llm.kv import pages_for
 from flashrt.program import Plan
+from flashrt.runtime.room import page_count
 from tests.tiny import CONTEXT, tiny_import
 
 MODEL = """\

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashrt.cli import terminal
 from flashrt.cli.terminal import progress
 from flashrt.errors import RequestError
 
@@ -241,4 +242,6 @@ def open_model(
         except BaseException:
             llm.close()
             raise
+    for remark in llm.remarks:
+        terminal.say(remark)
     return llm
