@@ -28,11 +28,12 @@ from flashrt.llm.generate import Generator
 from flashrt.llm.kv import pages_for
 from flashrt.llm.request import Request, Sampling
 from flashrt.machine import Device, Link, Machine, Measured
+from flashrt.passes import budget
 from flashrt.program import Plan, Program
 from flashrt.runtime import room
 from tests.backends.cuda_emulated import EmulatedDriver
 from tests.cli.tiny_plan import chat, constants, graph
-from tests.tiny import CONTEXT, tiny_graph, tiny_import, tiny_source
+from tests.tiny import CONTEXT, DIM, HEADS, VOCAB, tiny_graph, tiny_import, tiny_source
 
 LAYERS = 6
 PAGES = CONTEXT // PAGE
@@ -124,6 +125,18 @@ def test_a_gpu_of_two_gigabytes_has_room_for_more_than_what_it_sets_aside() -> N
         for b in budgets(compiled(spec("gpu", 2 << 30), numerics=numerics)):
             assert b.workspace <= (2 << 30) // 10
             assert b.activations <= TRANSIENT
+
+
+def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's memory where its numerics are, and what is taken in pieces no further than that."""
+    for numerics, queries, library in (("fast", 8 * 64 * HEADS * DIM, LIBRARY), ("exact", 0, 0)):
+        whole = compiled(spec("gpu"), numerics=numerics).variants[-1].physical
+        always = ROOM + (4 << 20) + library + 2 * 4 * 3 * VOCAB
+        assert budget.workspace(whole.nodes, whole, spec("gpu")) == always
+        assert budget.transient(whole.nodes, whole, spec("gpu")) == max(80 * 3 * VOCAB, queries)
+        with monkeypatch.context() as patched:
+            patched.setattr(budget, "TRANSIENT", 1000)
+            assert budget.transient(whole.nodes, whole, spec("gpu")) == 1000
 
 
 def test_scratch_is_there_once() -> None:
