@@ -70,6 +70,29 @@ class Linear(NamedTuple):
     depth: int
 
 
+class Gemm(NamedTuple):
+    w: int
+    n: int
+    k: int
+    second: int
+    x: int
+    x_stride: int
+    y: int
+    y_stride: int
+    y_bf16: int
+    bias: int
+    residual: int
+    residual_stride: int
+    act: int
+    rows: int
+    warps: int
+    span: int
+    slot_bytes: int
+    depth: int
+    counts: int
+    sums: int
+
+
 class Plain(NamedTuple):
     w: int
     w_at: int

@@ -10,7 +10,7 @@ from typing import Any
 from flashrt import knobs
 from flashrt.errors import DeviceError
 
-FILES = ("common.cuh", "linear.cu", "weights.cu", "attention.cu", "small.cu", "ticks.cu")
+FILES = ("common.cuh", "linear.cu", "gemm.cu", "weights.cu", "attention.cu", "small.cu", "ticks.cu")
 OPTIONS = ("--std=c++17",)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from flashrt.backend import ROOM
-from flashrt.backends.cuda import args
+from flashrt.backends.cuda import args, gemm
 from flashrt.backends.cuda.args import Step, launch
 from flashrt.backends.cuda.fuse import Joint
 from flashrt.backends.cuda.operands import Matrix, Operands, Tensor
@@ -17,7 +17,7 @@ from flashrt.ir.ops import LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
 from flashrt.ir.types import Dim
 from flashrt.layouts import LAYOUTS
 
-FEW = 32  # tokens up to which products with bf16 activations run our kernel
+FEW = 32  # tokens up to which products with bf16 activations run the kernel for few, where tiles don't
 TAKEN = 8  # tokens up to which a product normalises and rounds its input itself: each of its blocks does
 NAMES = {"q4.16x32": "q4", "q4m.16x32": "q4m", "q8.16x32": "q8", "bf16": "bf16"}
 PACKED = {"q4.16x32": 4, "q4m.16x32": 5, "q8.16x32": 8}
@@ -33,7 +33,9 @@ EVEN = 128  # columns that a library's products are best cut at
 
 
 def few(instr: micro.Dispatch, ops: Operands) -> bool:
-    """Whether a linear runs the kernel for few tokens, which can do more than multiply."""
+    """Whether a linear runs a kernel of ours for not many tokens, which can do more than multiply."""
+    if gemm.able(instr, ops):
+        return True
     w = ops.matrix(instr.args[1])
     if not _on_tiles(w):
         return False
@@ -42,7 +44,7 @@ def few(instr: micro.Dispatch, ops: Operands) -> bool:
 
 def takes(instr: micro.Dispatch, ops: Operands) -> bool:
     """Whether a linear has so few tokens that it prepares its input itself."""
-    return few(instr, ops) and ops.number(ops.tensor(instr.dst).rows) <= TAKEN
+    return not gemm.able(instr, ops) and few(instr, ops) and ops.number(ops.tensor(instr.dst).rows) <= TAKEN
 
 
 def _on_tiles(w: Matrix) -> bool:
@@ -56,6 +58,8 @@ def linear(joint: Joint, ops: Operands, acts: Mapping[str, int]) -> list[Step]:
     w, out = ops.matrix(instr.args[1]), ops.tensor(instr.dst)
     if out.width == 0:
         return []
+    if gemm.able(instr, ops):
+        return [gemm.gemm(joint, ops, acts)]
     if few(instr, ops):
         return [_few(joint, instr, w, ops, acts)]
     if instr.numerics == LINEAR_BF16 and _on_tiles(w):

@@ -36,6 +36,18 @@ __device__ __forceinline__ u32 add_bf16x2(u32 a, u32 b) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(0x3f803f80u), "r"(b));
   return d;
 }
+// a·b + c of two pairs of bf16 each, rounded once
+__device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+// Two values as bf16, nearest, half to even: the first in the lower half.
+__device__ __forceinline__ u32 pair_of(float a, float b) {
+  u32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(b), "f"(a));
+  return d;
+}
 // d = c + a·b: a 16×32, b 32×8 of signed bytes, d 16×8
 __device__ __forceinline__ void mma_bytes(int* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, int c) {
   asm(

@@ -35,6 +35,7 @@ def _entries(text: str) -> list[tuple[str, str]]:
     """(kernel, struct of its arguments)."""
     plain = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\((\w+) \w\)', text)
     linear = [(n, "LinearArgs") for n in re.findall(r"^LINEAR\((\w+), \d", text, re.M)]
+    linear += [(n, "GemmArgs") for n in re.findall(r"^GEMM\((\w+), \d", text, re.M)]
     sizes = re.findall(r"ATTENTION\((\d), (\d)\)", text)
     heads = [(f"attention{few}_{g}_{p}", "AttentionArgs") for g, p in sizes for few in ("", "_few")]
     return [(n, s) for n, s in plain if n not in ("name", "attention_", "attention_few_")] + linear + heads

@@ -1,0 +1,89 @@
+"""Matrix products of bf16 activations and quantised weights for some more tokens: tiles on tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flashrt.backends.cuda import args
+from flashrt.backends.cuda.args import Step, launch
+from flashrt.backends.cuda.fuse import Joint
+from flashrt.backends.cuda.operands import Matrix, Operands
+from flashrt.ir import micro
+from flashrt.ir.ops import LINEAR_BF16
+from flashrt.layouts import LAYOUTS
+
+LEAST, MOST = 9, 256  # tokens of a bucket whose products run here
+NAMES = {"q4.16x32": "q4", "q4m.16x32": "q4m", "q8.16x32": "q8"}
+MULTIPLY = 8  # warps that multiply, of source/gemm.cu
+THREADS = 32 * (MULTIPLY + 1)
+HEAD = 256  # bytes of barriers
+DEPTH = 8  # slots of a ring at most
+ENOUGH = 4  # slots of a ring for which it may have larger ones
+FULL = 0.75  # tiles for each processor from which a tile is as large as can be
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a block of threads works. tokens: of a tile, in eights; warps: that have channels of their own;
+    span: blocks of 32 inputs in a slot of the ring; slot: bytes of it; depth: slots; shared: bytes of
+    shared memory."""
+
+    eights: int
+    warps: int
+    span: int
+    slot: int
+    depth: int
+    shared: int
+
+
+def able(instr: micro.Dispatch, ops: Operands) -> bool:
+    """Whether a linear runs here."""
+    w, rows = ops.matrix(instr.args[1]), ops.number(ops.tensor(instr.dst).rows)
+    if instr.numerics != LINEAR_BF16 or w.layout.name not in NAMES or not LEAST <= rows <= MOST:
+        return False
+    x = ops.tensor(instr.args[0])
+    whole = x.stride >= -(-w.k // 32) * 32 and x.stride % 8 == 0
+    return x.dtype == "bf16" and whole and (x.address | w.address) % 16 == 0
+
+
+def gemm(joint: Joint, ops: Operands, acts: Mapping[str, int]) -> Step:
+    """The launch of a product with all that joined it."""
+    instr, gated = joint.main.instr, joint.gated
+    assert isinstance(instr, micro.Dispatch)
+    w, x, y = ops.matrix(instr.args[1]), ops.tensor(instr.args[0]), ops.tensor(joint.dst)
+    rows, blocks = ops.tensor(instr.dst).rows, ops.limits.processors
+    n = w.n // 2 if gated else w.n
+    tile = tile_of(w, n, ops.number(rows), ops)
+    residual = ops.floats(instr.args[-1]) if "residual" in instr.kernel.split("+") else None
+    counts = ops.scratch("tiles' parts", 4 * MULTIPLY * blocks)
+    sums = ops.scratch("tiles' sums", blocks * 2 * tile.warps * tile.eights * 2 * 32 * 16)
+    fields = args.Gemm(
+        w.address, n, w.k, n // 16 if gated else 0, x.address, x.stride,
+        y.address, y.stride, int(joint.rounded is not None), ops.vector(joint.main.bias),
+        residual.address if residual else 0, residual.stride if residual else 0,
+        acts[str(gated.attr("act"))] if gated else 0, ops.rows(rows),
+        tile.warps, tile.span, tile.slot, tile.depth, counts.data_ptr(), sums.data_ptr(),
+    )  # fmt: skip
+    return launch(f"gemm_{NAMES[w.layout.name]}_{tile.eights}", (blocks,), THREADS, fields, tile.shared)
+
+
+def tile_of(w: Matrix, n: int, rows: int, ops: Operands) -> Tile:
+    """The largest tile of which there are enough, with slots as large as leave the ring deep enough."""
+    eights = next((e for e in (2, 4) if rows <= 8 * e), 8)
+    channels = MULTIPLY * (32 if n == w.n else 16)
+    tiles = -(-n // channels) * -(-rows // (8 * eights))
+    warps = MULTIPLY if tiles >= FULL * ops.limits.processors else MULTIPLY // 2
+    taken = HEAD + (warps * 8 * eights * 32 * 4 if warps < MULTIPLY else 0)
+    rings = [_ring(w.layout.name, warps, eights, span, ops.limits.shared - taken) for span in (8, 4, 2)]
+    span, slot, depth = next(
+        (ring for ring in rings if ring[2] >= ENOUGH), max(rings, key=lambda ring: ring[2])
+    )
+    return Tile(eights, warps, span, slot, depth, taken + slot * depth)
+
+
+def _ring(layout: str, warps: int, eights: int, span: int, free: int) -> tuple[int, int, int]:
+    """A ring of slots of so many blocks of 32 inputs in so many bytes: span, bytes of a slot, and slots."""
+    pitch = span * 64 + (32 if layout == "q8.16x32" else 64)  # as `x_pitch` in source/gemm.cu
+    slot = 2 * warps * span * LAYOUTS[layout].group_bytes(32) + 8 * eights * pitch
+    return span, slot, min(DEPTH, free // slot)

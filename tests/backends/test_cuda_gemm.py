@@ -1,0 +1,246 @@
+"""Products of some more tokens with quantised weights: tiles on tensor cores, parts in several blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from flashrt.backends.cuda import CudaBackend, CudaDevice, gemm, missing
+from flashrt.backends.cuda.args import Step
+from flashrt.backends.cuda.operands import Limits, Matrix, Operands
+from flashrt.ir.ops import LINEAR_BF16
+from flashrt.layouts import LAYOUTS, U8, pack_plain, unpack
+from tests.backends.cpu_streams import packed
+from tests.backends.cuda_streams import F32, DeviceMemory, agree, guard_intact, run, spec
+from tests.backends.kernel_texts import AT
+
+RNG = np.random.default_rng(11)
+EXACT = 'numerics="acc=f32"'
+KIB = 1 << 10
+
+
+# ---- tiles -----------------------------------------------------------------------------
+@pytest.mark.parametrize("shared", [99 * KIB, 163 * KIB, 227 * KIB], ids=["consumer", "A100", "H100"])
+@pytest.mark.parametrize("layout", gemm.NAMES)
+def test_a_ring_fits_beside_what_warps_hand_over(layout: str, shared: int) -> None:
+    ops = cast(Operands, SimpleNamespace(limits=Limits(132, shared, shared + KIB)))
+    for n, k, gated in [(16, 32, False), (4096, 14336, False), (28672, 4096, True), (128256, 4096, False)]:
+        for rows in (1, 16, 17, 64, 256):
+            w = Matrix(0, n, k, LAYOUTS[layout])
+            tile = gemm.tile_of(w, n // 2 if gated else n, rows, ops)
+            handed = 0 if tile.warps == gemm.MULTIPLY else tile.warps * 8 * tile.eights * 128
+            assert gemm.HEAD + handed + tile.slot * tile.depth == tile.shared <= shared
+            assert 2 <= tile.depth <= gemm.DEPTH
+            assert tile.span % 2 == 0 and tile.slot % 128 == 0
+            assert 8 * tile.eights >= min(rows, 64)
+
+
+# ---- the kernels -----------------------------------------------------------------------
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.slow)],
+)
+def gpu(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
+    if request.param == "gpu":
+        if reason := missing():
+            pytest.skip(reason)
+        device = CudaBackend().open(replace(spec(), id="gpu:0"))
+        device.spec = spec()
+    else:
+        if not missing():
+            pytest.skip("there is a GPU")
+        from tests.backends.cuda_emulated import COMPILER, EmulatedDriver
+
+        if COMPILER is None:
+            pytest.skip("no g++ to compile the emulated kernels")
+        device = CudaDevice(spec(), EmulatedDriver())
+    yield device
+    device.close()
+
+
+def r(*shape: int) -> F32:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def f32(x: Any) -> U8:
+    return pack_plain(LAYOUTS["f32"], np.asarray(x, np.float32))
+
+
+def product(layout: str, n: int, k: int, epilogue: str) -> str:
+    """%0 f32 [T, k], rounded to %3; %3·w → %1; the residual is %2."""
+    bias = f"bias {AT} block=@b\n" if "bias" in epilogue else ""
+    residual = ",%2" if "residual" in epilogue else ""
+    return f"""weight w f32[{n},{k}] sources=[w] layout={layout}
+weight b f32[{n}] sources=[b] layout=f32
+slot %0 cpu:0 f32[T,{k}]
+slot %1 cpu:0 f32[T,{n}]
+slot %2 cpu:0 f32[T,{n}]
+slot %3 cpu:0 bf16[32*ceildiv(T,32),{-(-k // 32) * 32}]
+block w cpu:0 lo=0 hi={n} bytes=0
+block b cpu:0 lo=0 hi={n} bytes=0
+quantize {AT} src=%0 dst=%3 scheme=bf16
+{bias}dispatch {AT} kernel=linear.{layout}{epilogue} args=[%3,@w{residual}] dst=%1 numerics="{LINEAR_BF16}"
+"""
+
+
+def bf16(x: F32) -> F32:
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def weights(layout: str, data: U8, n: int, k: int) -> F32:
+    """The weights that products use: rounded to bf16."""
+    return bf16(unpack(LAYOUTS[layout], data, n, k))
+
+
+def close(got: F32, want: F32, tolerance: float = 3e-6) -> None:
+    scale = float(np.abs(want).max())
+    np.testing.assert_allclose(got / scale, want / scale, rtol=0, atol=tolerance)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """The launches of tiles."""
+    found: list[Step] = []
+    make = gemm.gemm
+
+    def kept(*args: Any) -> Step:
+        found.append(make(*args))
+        return found[-1]
+
+    monkeypatch.setattr(gemm, "gemm", kept)
+    return found
+
+
+@pytest.mark.parametrize("layout", gemm.NAMES)
+@pytest.mark.parametrize(
+    "n,k,t,epilogue",
+    [
+        (48, 72, 9, "+bias+residual"),  # no whole tile, and inputs that end within a block
+        (75, 1632, 16, ""),  # more slots than the ring has
+        (300, 320, 33, "+residual"),  # several tiles of channels
+        (257, 136, 70, "+bias"),  # and of tokens
+        (16, 32, 256, ""),
+        (5, 40, 130, "+bias+residual"),
+    ],
+)
+def test_it_differs_from_rounded_weights_only_in_the_order_of_sums(
+    gpu: CudaDevice, launched: list[Step], layout: str, n: int, k: int, t: int, epilogue: str
+) -> None:
+    x, more, bias, w = r(t, k), r(t, n), r(n), packed(layout, n, k)
+    memory = run(gpu, product(layout, n, k, epilogue), {0: x, 2: more}, {"w": w, "b": f32(bias)}, T=t)
+    assert len(launched) == 1 and guard_intact(memory)
+    want = bf16(x).astype(np.float64) @ weights(layout, w, n, k).T.astype(np.float64)
+    want = want + (bias if "bias" in epilogue else 0) + (more if "residual" in epilogue else 0)
+    close(memory.read(1), want.astype(np.float32))
+
+
+@pytest.mark.parametrize("t", [1, 8, 9, 17, 64, 256, 257])
+def test_as_the_reference_on_either_side_of_the_bounds(gpu: CudaDevice, launched: list[Step], t: int) -> None:
+    n, k = 40, 96
+    values, blocks = {0: r(t, k), 2: r(t, n)}, {"w": packed("q4.16x32", n, k), "b": f32(r(n))}
+    agree(gpu, product("q4.16x32", n, k, "+bias+residual"), values, 1, blocks, T=t, tolerance=4e-3)
+    assert len(launched) == (gemm.LEAST <= t <= gemm.MOST)
+
+
+def mlp(layout: str, n: int, k: int) -> str:
+    """%0 rounded to %1; gate and up of it in one product, gated, rounded to %4."""
+    return f"""weight w f32[{2 * n},{k}] sources=[w] layout={layout}
+slot %0 cpu:0 f32[T,{k}]
+slot %1 cpu:0 bf16[32*ceildiv(T,32),{-(-k // 32) * 32}]
+slot %2 cpu:0 f32[T,{2 * n}]
+slot %3 cpu:0 f32[T,{n}]
+slot %4 cpu:0 bf16[32*ceildiv(T,32),{-(-n // 32) * 32}]
+slot %5 cpu:0 f32[T,{n}]
+block w cpu:0 lo=0 hi={2 * n} bytes=0
+quantize {AT} src=%0 dst=%1 scheme=bf16
+dispatch {AT} kernel=linear.{layout} args=[%1,@w] dst=%2 numerics="{LINEAR_BF16}"
+dispatch {AT} kernel=gated args=[%2[0:{n}],%2[{n}:{2 * n}]] dst=%3 attrs={{act="ACT"}} {EXACT}
+"""
+
+
+def act(name: str, x: NDArray[np.float64]) -> NDArray[np.float64]:
+    if name == "silu":
+        return x / (1 + np.exp(-x))
+    assert name == "relu"
+    return np.where(x > 0, x, 0)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("layout,name,n,k,t", [
+    ("q4.16x32", "silu", 208, 1120, 40), ("q4m.16x32", "relu", 16, 72, 12), ("q8.16x32", "silu", 80, 96, 66),
+])  # fmt: skip
+def test_gate_and_up(
+    gpu: CudaDevice, launched: list[Step], layout: str, name: str, n: int, k: int, t: int, rounded: bool
+) -> None:
+    text = mlp(layout, n, k).replace("ACT", name)
+    if rounded:
+        text += f"quantize {AT} src=%3 dst=%4 scheme=bf16\n"
+    x, w = r(t, k), packed(layout, 2 * n, k)
+    memory = run(gpu, text, {0: x}, {"w": w}, T=t)
+    assert len(launched) == 1 and guard_intact(memory)
+    both = bf16(x).astype(np.float64) @ weights(layout, w, 2 * n, k).T.astype(np.float64)
+    want = (act(name, both[:, :n]) * both[:, n:]).astype(np.float32)
+    if rounded:
+        close(memory.read(4)[:t, :n].astype(np.float32), want, 4e-3)
+    else:
+        close(memory.read(3), want, 6e-6)
+
+
+@pytest.mark.parametrize("layout", gemm.NAMES)
+@pytest.mark.parametrize("k", [44, 75])
+def test_what_lies_behind_the_inputs_is_not_read(gpu: CudaDevice, layout: str, k: int) -> None:
+    """A norm that rounds leaves what pads its rows as it was: no number at all."""
+    n, t = 40, 20
+    text = product(layout, n, k, "").replace("src=%0", "src=%4")
+    text = text.replace("block w", f"slot %4 cpu:0 f32[T,{k}]\nblock w", 1)
+    text = text.replace(
+        "quantize", f"dispatch {AT} kernel=rms_norm args=[%0] dst=%4 attrs={{eps=1e-05}} {EXACT}\nquantize"
+    )
+    memory = run(gpu, text, {0: r(t, k)}, {"w": packed(layout, n, k)}, T=t)
+    x = memory.read(3)[:t].astype(np.float32)
+    assert np.isnan(x[:, k:]).all() and guard_intact(memory)
+    want = x[:, :k].astype(np.float64) @ weights(layout, packed(layout, n, k), n, k).T.astype(np.float64)
+    close(memory.read(1), want.astype(np.float32))
+
+
+def bits(memory: DeviceMemory, slot: int) -> bytes:
+    return memory.read(slot).tobytes()
+
+
+@pytest.mark.parametrize(
+    "layout,processors", [("q4.16x32", 1), ("q4.16x32", 7), ("q4m.16x32", 3), ("q8.16x32", 60)]
+)
+def test_any_number_of_blocks_shares_the_work(
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, layout: str, processors: int
+) -> None:
+    """Several tiles for a block, several blocks for a tile, more blocks than work; the same in every step and
+    in whatever order warps run, with the smallest ring."""
+    n, k, t = 272, 672, 19
+    x, w = r(t, k), packed(layout, n, k)
+    monkeypatch.setattr(
+        gpu.driver, "limits", replace(gpu.driver.limits, processors=processors, shared=99 * KIB)
+    )
+    text = product(layout, n, k, "")
+    first = run(gpu, text, {0: x}, {"w": w}, T=t, times=2)
+    want = bf16(x).astype(np.float64) @ weights(layout, w, n, k).T.astype(np.float64)
+    close(first.read(1), want.astype(np.float32))
+    for down, late in [(1, -1), (0, 8), (1, 3)]:
+        in_turns(gpu, down, late)
+        again = run(gpu, text, {0: x}, {"w": w}, T=t)
+        in_turns(gpu, 0, -1)
+        assert bits(again, 1) == bits(first, 1), (down, late)
+
+
+def in_turns(device: CudaDevice, down: int, late: int) -> None:
+    """The order in which emulated threads run. late: a warp that is slower than all others."""
+    from tests.backends.cuda_emulated import EmulatedDriver, library
+
+    if isinstance(device.driver, EmulatedDriver):
+        library().take_turns(down, late)
