@@ -130,8 +130,10 @@ struct Filler {
 
 // A lane's weights of a block of 32 inputs in rows 2g and 2g+1 of a group, as bf16 for two products of 16 inputs: j, the
 // lane's number among four, has inputs 8j…8j+7 or, with q8, 4j…4j+3 and 16+4j…16+4j+3.
+// nibbles: 0x000f000f.
 template <int FORMAT>
-__device__ __forceinline__ void unpack_rows(const char* quants, const char* scales, int minima, u32 (*a)[4]) {
+__device__ __forceinline__ void unpack_rows(
+    const char* quants, const char* scales, int minima, u32 nibbles, u32 (*a)[4]) {
   const uint2 q = *(const uint2*)quants;
   const u32 both = *(const u32*)scales;
   if constexpr (FORMAT == 4) {
@@ -145,7 +147,7 @@ __device__ __forceinline__ void unpack_rows(const char* quants, const char* scal
       u32 pairs[4];  // inputs 0 1, 4 5, 2 3, 6 7
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        const u32 v = add_bf16x2(w >> 4 * p & 0x000f000fu | 0x43004300u, 0xc308c308u);  // 128 + q − 136
+        const u32 v = add_bf16x2(w >> 4 * p & nibbles | 0x43004300u, 0xc308c308u);  // 128 + q − 136
         pairs[p] = fma_bf16x2(v, high, fma_bf16x2(v, low, 0x80008000u));
       }
       a[0][r] = pairs[0]; a[0][2 + r] = pairs[2];
@@ -204,11 +206,12 @@ __device__ __forceinline__ uint4 activations(const char* x, int j, int left) {
 // Adds a block of 32 inputs to sums[group][tile of 8 tokens][4].
 template <int FORMAT, int NT, bool ENDS>
 __device__ __forceinline__ void multiply(
-    const char* quants, const char* scales, int span, const char* x, int j, int left, float (*sums)[NT][4]) {
+    const char* quants, const char* scales, int span, const char* x, int j, int left, u32 nibbles,
+    float (*sums)[NT][4]) {
   u32 w[2][2][4];
 #pragma unroll
   for (int u = 0; u < 2; ++u)
-    unpack_rows<FORMAT>(quants + u * span * BLOCK<FORMAT>, scales + u * span * BLOCK<FORMAT>, span * 32, w[u]);
+    unpack_rows<FORMAT>(quants + u * span * BLOCK<FORMAT>, scales + u * span * BLOCK<FORMAT>, span * 32, nibbles, w[u]);
 #pragma unroll
   for (int t = 0; t < NT; ++t) {
     const uint4 v = activations<FORMAT, ENDS>(x + t * 8 * x_pitch<FORMAT>(span), j, left);
@@ -333,6 +336,7 @@ __device__ __forceinline__ void tiles(const GemmArgs& a, const Share& share, con
   const int quants = group + j * 64 + g * 8, scales = group + span * QUANTS<FORMAT> + g * 4;
   const int x = 2 * warps * span * BLOCK<FORMAT> + g * x_pitch<FORMAT>(span);
   float* shared_sums = handed + (warp * 8 * NT) * 32 + lane;
+  const u32 nibbles = in_register(0x000f000fu);
   Turn turn;
   after_others();
   for (int unit = share.begin; unit < share.end;) {
@@ -355,10 +359,12 @@ __device__ __forceinline__ void tiles(const GemmArgs& a, const Share& share, con
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int at = b + i * turns;
-            multiply<FORMAT, NT, false>(q + at * QUANTS<FORMAT>, slot + scales + at * 32, span, slot + x + at * 64, j, 32, sums);
+            multiply<FORMAT, NT, false>(q + at * QUANTS<FORMAT>, slot + scales + at * 32, span, slot + x + at * 64, j, 32,
+                                        nibbles, sums);
           }
       for (; b < blocks; b += turns)
-        multiply<FORMAT, NT, true>(q + b * QUANTS<FORMAT>, slot + scales + b * 32, span, slot + x + b * 64, j, left - b * 32, sums);
+        multiply<FORMAT, NT, true>(q + b * QUANTS<FORMAT>, slot + scales + b * 32, span, slot + x + b * 64, j,
+                                   left - b * 32, nibbles, sums);
       __syncwarp();
       if (lane == 0) barrier_arrive(ring.empty + turn.slot);
       turn.next(ring.depth);

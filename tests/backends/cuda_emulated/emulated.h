@@ -227,6 +227,7 @@ static inline unsigned fma_bf16x2(unsigned a, unsigned b, unsigned c) {
   return rounded(fmaf(emulated::bf16(a & 0xffff), emulated::bf16(b & 0xffff), emulated::bf16(c & 0xffff))) |
          rounded(fmaf(emulated::bf16(a >> 16), emulated::bf16(b >> 16), emulated::bf16(c >> 16))) << 16;
 }
+static inline unsigned in_register(unsigned v) { return v; }
 static inline unsigned pair_of(float a, float b) { return rounded(a) | rounded(b) << 16; }
 // every lane's operands, where the others see them; the caller meets once more when it has read them
 static inline emulated::Warp& exchanged(unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
