@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from flashrt import knobs
 from flashrt.errors import DeviceError
 
-FILES = ("common.cuh", "linear.cu", "gemm.cu", "weights.cu", "attention.cu", "small.cu", "ticks.cu")
+SHARED = ("common.cuh", "packed.cuh")  # what all units begin with
+UNITS = ("linear.cu", "gemm.cu", "weights.cu", "attention.cu", "small.cu", "ticks.cu")
 OPTIONS = ("--std=c++17",)
 
 
-def source() -> str:
-    """All kernels, as one text."""
+def source(*names: str) -> str:
+    """Kernels as one text: all of them, or some files'."""
     folder = Path(__file__).parent / "source"
-    return "".join((folder / name).read_text("utf-8") for name in FILES)
+    return "".join((folder / name).read_text("utf-8") for name in names or (*SHARED, *UNITS))
 
 
-def cubin(arch: str) -> bytes:
-    """Machine code for an architecture such as "sm_90", from the cache or compiled now (some ten seconds)."""
-    text = source()
+def cubins(arch: str) -> list[bytes]:
+    """Machine code for an architecture such as "sm_90", unit by unit: from the cache or compiled now, side by
+    side (the largest takes some ten seconds)."""
+    with ThreadPoolExecutor(len(UNITS)) as pool:
+        return list(pool.map(lambda unit: _cubin(source(*SHARED, unit), arch), UNITS))
+
+
+def _cubin(text: str, arch: str) -> bytes:
     key = hashlib.sha256("\0".join((text, arch, *OPTIONS, _version())).encode()).hexdigest()[:24]
     path = knobs.cache_folder() / "cuda" / f"{key}.cubin"
     if path.is_file():

@@ -17,7 +17,7 @@ import numpy as np
 
 from flashrt.backend import U8, Rect
 from flashrt.backends.cuda.args import Launch
-from flashrt.backends.cuda.compile import cubin
+from flashrt.backends.cuda.compile import cubins
 from flashrt.backends.cuda.operands import Limits
 from flashrt.errors import DeviceError
 
@@ -106,12 +106,14 @@ class GpuDriver:
         )
         self._overlaps = (found.major, found.minor) >= (9, 0)
         self._context = self._check(driver.cuCtxGetCurrent())
-        code = np.frombuffer(cubin(f"sm_{found.major}{found.minor}"), np.uint8)
-        self._module = self._check(driver.cuModuleLoadData(code.ctypes.data))
+        units = [np.frombuffer(c, np.uint8) for c in cubins(f"sm_{found.major}{found.minor}")]
+        self._modules = [self._check(driver.cuModuleLoadData(unit.ctypes.data)) for unit in units]
         self._functions: dict[str, Any] = {}
         self._stream = torch.cuda.Stream(self._device)  # kernels
         self._recorder = torch.cuda.Stream(self._device)
         self._pool = torch.cuda.graph_pool_handle()  # graphs take turns: they share what they need
+        # torch gives up a pool that no graph has any more
+        self._first = self._recorded(lambda: torch.zeros(1, device=self._device))
         self._own = threading.local()  # copies: a stream and an event of each thread
         self._locked: list[U8] = []
 
@@ -231,7 +233,9 @@ class GpuDriver:
 
     def _function(self, name: str, shared: int) -> Any:
         if name not in self._functions:
-            function = self._check(self._cuda.cuModuleGetFunction(self._module, name.encode()))
+            found = (self._cuda.cuModuleGetFunction(m, name.encode()) for m in self._modules)
+            missing = self._cuda.CUresult.CUDA_ERROR_NOT_FOUND
+            function = self._check(next((f for f in found if f[0] != missing), (missing,)))
             most = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             if shared or name.startswith(("linear_", "attention_")):
                 static = self._check(
@@ -244,14 +248,17 @@ class GpuDriver:
         return self._functions[name]
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        replay: Callable[[], None] = self._recorded(work).replay
+        return replay
+
+    def _recorded(self, work: Callable[[], object]) -> Any:
         graph = self._torch.cuda.CUDAGraph()
         capture = self._torch.cuda.graph(
             graph, pool=self._pool, stream=self._recorder, capture_error_mode="thread_local"
         )
         with capture:
             work()
-        replay: Callable[[], None] = graph.replay
-        return replay
+        return graph
 
     def wait(self) -> None:
         self._enter()

@@ -39,34 +39,7 @@ constexpr int PITCH = WARPS + 1;  // of partial sums: neighbouring cells lie in 
 template <int FORMAT>
 constexpr int GROUPS = FORMAT == 16 ? 1 : 2;
 
-// FORMAT 4: q4, 5: q4m, 8: q8, 16: bf16. Bytes of a row group's block of 32 inputs: quants, then scales.
-template <int FORMAT>
-constexpr int QUANTS = FORMAT == 16 ? 1024 : FORMAT == 8 ? 512 : 256;
-template <int FORMAT>
-constexpr int BLOCK = FORMAT == 16 ? 1024 : FORMAT == 8 ? 544 : FORMAT == 5 ? 320 : 288;
-
-__device__ __forceinline__ i64 group_bytes(int nblk, i64 format) {
-  return (i64)nblk * (format == 8 ? 544 : format == 5 ? 320 : 288);
-}
-
-// Slots in shared memory, one after the other, and for each two barriers, which open when it is full or empty.
-struct Ring {
-  char* slots;
-  u64 *full, *empty;
-  int slot_bytes, depth;
-};
-
-// A place in a ring: what fills it and what empties it each have one.
-struct Turn {
-  int slot = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void next(int depth) {
-    if (++slot == depth) { slot = 0; parity ^= 1; }
-  }
-};
-
 constexpr int SUMS = 2;  // sets of the warps' sums: one is added up while the next comes
-constexpr int HEAD = 256;
 
 __device__ __forceinline__ int ring_bytes(int slot_bytes, int depth) { return HEAD + depth * slot_bytes; }
 
@@ -356,8 +329,6 @@ __device__ __forceinline__ void split(float v, u32& high, u32& mid, u32& low) {
   mid = bf16_of(rest);
   low = bf16_of(rest - float_of(mid));
 }
-
-__device__ __forceinline__ u32 pair(u32 a, u32 b) { return a | b << 16; }
 
 __device__ __forceinline__ void place_bf16(const float* v, int at, int t, const Columns& x) {
   u32 c[3][8];
