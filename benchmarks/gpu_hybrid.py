@@ -11,7 +11,7 @@ rates that are measured first. One sequence; prompts are read in steps of --toke
          of a prompt ends no sooner than its copies, its reads on the host and its arithmetic on the GPU
   share  of the limit's speed that was reached
   plan   what the plan predicted, as a share of what was reached
-  waits  share of a prompt's time in which the GPU waits: for weights, or for the processor
+  idle   share of a prompt's time in which the GPU has nothing to do: it waits for weights, or the processor
 """
 
 from __future__ import annotations
@@ -172,14 +172,14 @@ class Hybrid:
             self.step(1, position + at)
         return (time.perf_counter() - begin) / self.asked.answer
 
-    def lane(self, tokens: int) -> tuple[float, float]:
-        """The shares of a prompt's time in which the GPU's lane of kernels works, and waits."""
+    def idle(self, tokens: int) -> float:
+        """The share of a prompt's time in which the GPU's lane of kernels doesn't work."""
         self.program.trace = trace = Trace()
         self.prefill(tokens)
         self.program.trace = None
         found = account(trace.steps, {v.name: v.stream for v in self.plan.variants})
         lane = next(lane for lane in found.lanes if lane.name == f"{GPU} compute")
-        return lane.busy / found.steps, lane.waiting / found.steps
+        return 1 - lane.busy / found.steps
 
     def variant(self, tokens: int) -> Variant:
         """The one that runs a step of so many tokens."""
@@ -271,10 +271,8 @@ def one_budget(computer: Computer, machine: Machine, asked: Asked, budget: int) 
             f"  {name:14s} {tokens / seconds:9.1f} tok/s  limit {tokens / bound:9.1f}  share "
             f"{bound / seconds:5.2f}  plan {seconds / plan:5.2f}"
         )
-    busy, waits = hybrid.lane(max(asked.prompts))
-    lines.append(
-        f"  prompt of {max(asked.prompts)} tokens: the GPU works {busy:.2f} and waits {waits:.2f} of it"
-    )
+    idle = hybrid.idle(max(asked.prompts))
+    lines.append(f"  prompt of {max(asked.prompts)} tokens: the GPU is idle for {idle:.2f} of it")
     held = sum(n for (device, _), n in hybrid.program.residents.held.items() if device == GPU)
     hybrid.close()
     most = f"{computer.peak() / 1e6:.1f} MB at most, {held / 1e6:.1f} MB by our count"

@@ -21,7 +21,7 @@ ACTS = {"silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "tanh": 5, "sigmoid": 6
 MAPS = {"gated": 0, "activation": 1, "add": 2, "mul": 3, "scale": 4, "softcap": 5}
 FORMATS = {"f32": 0, "f16": 1, "bf16": 2, "q4.16x32": 4, "q4m.16x32": 5, "q8.16x32": 8}
 SPLIT = 64  # tokens up to which ranges of keys have blocks of their own
-FULL = 4  # blocks of a processor from which on it needs no more
+FULL = 1  # blocks of a processor from which on ranges need none of their own
 WIDEST = 96 << 10  # bytes of pages beyond which a block has two warps instead of four
 
 

@@ -66,7 +66,7 @@ def test_it_runs_and_tells() -> None:
     assert "cpu:0 reads 1.0 GB/s with 1 cores; link 1.0 and 1.0 GB/s" in rates
     for name in ("decode at 24", "prefill 24", "prefill 80"):
         assert re.search(rf"{name} +[\d.]+ tok/s  limit +[\d.]+  share +[\d.]+  plan +[\d.]+", told), told
-    assert re.search(r"the GPU works [\d.]+ and waits [\d.]+ of it", told)
+    assert re.search(r"the GPU is idle for [\d.]+ of it", told)
     taken, allowed = re.search(r"([\d.]+) MB by our count, ([\d.]+) MB allowed", told).groups()  # type: ignore[union-attr]
     assert 0 < float(taken) <= float(allowed)
     assert "GB pass" in told
