@@ -70,9 +70,13 @@ class NullDevice:
         for instr in instrs:
             if isinstance(instr, micro.Dispatch):
                 read_kernel(instr.kernel)
-        places = {id(instr): index for index, instr in enumerate(memory.stream.instrs)}
+        whole = memory.stream.instrs
+        places = {id(i): index for index, i in enumerate(whole)}
+        # a transfer of a region comes as a dispatch between the same slots
+        copies = {(i.src, i.dst): index for index, i in enumerate(whole) if isinstance(i, micro.Transfer)}
+        copied = {id(i): (i.args[0], i.dst) for i in instrs if isinstance(i, micro.Dispatch) and i.args}
         shared = self._clocks.setdefault(memory, _Shared(memory.stream))
-        indices = tuple(places[id(instr)] for instr in instrs)
+        indices = tuple(places[id(i)] if id(i) in places else copies[copied[id(i)]] for i in instrs)
         return Code(tuple(instrs), indices, Access(memory), shared, np.zeros((len(instrs), 3), np.int64))
 
     def run(self, code: Code, epoch: int) -> None:
