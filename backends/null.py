@@ -73,7 +73,9 @@ class NullDevice:
         whole = memory.stream.instrs
         places = {id(i): index for index, i in enumerate(whole)}
         # a transfer of a region comes as a dispatch between the same slots
-        copies = {(i.src, i.dst): index for index, i in enumerate(whole) if isinstance(i, micro.Transfer)}
+        copies: dict[object, int] = {
+            (i.src, i.dst): index for index, i in enumerate(whole) if isinstance(i, micro.Transfer)
+        }
         copied = {id(i): (i.args[0], i.dst) for i in instrs if isinstance(i, micro.Dispatch) and i.args}
         shared = self._clocks.setdefault(memory, _Shared(memory.stream))
         indices = tuple(places[id(i)] if id(i) in places else copies[copied[id(i)]] for i in instrs)
