@@ -194,6 +194,85 @@ class Attention(NamedTuple):
     half: int = 0
 
 
+class Pairs(NamedTuple):
+    x: int
+    x_stride: int
+    table: int
+    table_stride: int
+    y: int
+    y_stride: int
+    heads: int
+    d: int
+    half: int
+    rows: int
+
+
+class Route(NamedTuple):
+    x: int
+    x_stride: int
+    bias: int
+    y: int
+    y_stride: int
+    experts: int
+    top_k: int
+    softmax: int
+    normalise: int
+    groups: int
+    top_groups: int
+    two: int
+    scale: float
+    rows: int
+
+
+class Choices(NamedTuple):
+    route: int
+    route_stride: int
+    experts: int
+    top_k: int
+    shared: int
+    most: int
+    items: int
+    order: int
+    rows: int
+
+
+class PlainExpert(NamedTuple):  # and Choices
+    w: int
+    n: int
+    k: int
+    format: int
+    x: int
+    x_stride: int
+    y: int
+    y_stride: int
+    bias: int
+
+
+class ExpertSum(NamedTuple):
+    x: int
+    x_stride: int
+    route: int
+    route_stride: int
+    y: int
+    y_stride: int
+    width: int
+    top_k: int
+    rows: int
+
+
+class Clamped(NamedTuple):
+    gate: int
+    gate_stride: int
+    up: int
+    up_stride: int
+    y: int
+    y_stride: int
+    width: int
+    alpha: float
+    limit: float
+    rows: int
+
+
 class Pull(NamedTuple):
     entries: int
     many: int

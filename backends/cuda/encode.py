@@ -8,6 +8,7 @@ from typing import Any
 from flashrt.backend import ROOM
 from flashrt.backends.cuda import args, prefill
 from flashrt.backends.cuda.args import Live, Step, launch
+from flashrt.backends.cuda.experts import expert_linear, expert_sum, gated_clamped, route
 from flashrt.backends.cuda.fuse import Joint
 from flashrt.backends.cuda.linear import linear
 from flashrt.backends.cuda.operands import Operands, Tensor
@@ -99,6 +100,17 @@ def _rope(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
     if joint.keys is not None and joint.write is not None:
         fields = _written(joint.write, joint.keys.args[0], ops, fields)
     return _roped(fields, ops.number(x.rows))
+
+
+def _rope_pairs(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    x, table, y = ops.floats(instr.args[0]), ops.floats(instr.args[1]), ops.floats(instr.dst)
+    d = _attr(instr, "head_dim")
+    fields = args.Pairs(
+        x.address, x.stride, table.address, table.stride, y.address, y.stride, x.width // d, d,
+        table.width // 2, ops.rows(x.rows),
+    )  # fmt: skip
+    pairs = x.width // d * -(-d // 2)
+    return [launch("rope_pairs", (_over(pairs), ops.number(x.rows)), 256, fields)]
 
 
 def _kv_write(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
@@ -270,6 +282,22 @@ def _round(instr: micro.Quantize, ops: Operands) -> list[Step]:
     return [launch("round_bf16", (_over(y.stride), ops.number(y.rows)), 256, fields)]
 
 
+def _route(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    return route(instr, ops)
+
+
+def _expert_linear(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    return expert_linear(instr, ops)
+
+
+def _expert_sum(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    return expert_sum(instr, ops)
+
+
+def _gated_clamped(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    return gated_clamped(instr, ops)
+
+
 def _sample(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
     return sample(instr, ops)
 
@@ -281,6 +309,7 @@ _ENCODERS: Mapping[str, Encoder] = {
     "layer_norm": _norm,
     "rope_table": _rope_table,
     "rope": _rope,
+    "rope_pairs": _rope_pairs,
     "kv_write": _kv_write,
     "attention": _attention,
     **dict.fromkeys(MAPS, _map),
@@ -288,4 +317,8 @@ _ENCODERS: Mapping[str, Encoder] = {
     "view": _view,
     "rows": _rows,
     "sample": _sample,
+    "route": _route,
+    "expert_linear": _expert_linear,
+    "expert_sum": _expert_sum,
+    "gated_clamped": _gated_clamped,
 }

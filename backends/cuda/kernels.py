@@ -25,8 +25,9 @@ KIND = "gpu"
 STORED = ("f32", "f16", "bf16", "q4.16x32", "q4m.16x32", "q8.16x32")  # layouts that kernels read
 ROUNDED = ("q4.16x32", "q4m.16x32", "q8.16x32", "bf16")  # layouts whose products take bf16 activations
 _PLAIN = (
-    "rms_norm", "layer_norm", "rope_table", "rope", "gated", "activation",
+    "rms_norm", "layer_norm", "rope_table", "rope", "rope_pairs", "gated", "activation",
     "add", "mul", "scale", "softcap", "slice", "view", "rows", "sample",
+    "route", "expert_sum", "gated_clamped",
 )  # fmt: skip
 
 
@@ -36,6 +37,7 @@ def offered() -> tuple[tuple[str, str], ...]:
     kinds += [(layout, LINEAR_I8) for layout in ROUNDED if LAYOUTS[layout].bits]
     return (
         *((f"linear.{layout}{e}", numerics) for layout, numerics in kinds for e in EPILOGUES),
+        *((f"expert_linear.{layout}", numerics) for layout, numerics in kinds),
         *((f"embedding.{layout}", EXACT) for layout in STORED),
         *((name, EXACT) for name in _PLAIN),
         *(("attention", n) for n in (ATTENTION_EXACT, ATTENTION_CACHED, ATTENTION_BF16)),

@@ -37,7 +37,7 @@ def few(instr: micro.Dispatch, ops: Operands) -> bool:
     if gemm.able(instr, ops):
         return True
     w = ops.matrix(instr.args[1])
-    if not _on_tiles(w):
+    if not on_tiles(w):
         return False
     return instr.numerics != LINEAR_BF16 or ops.number(ops.tensor(instr.dst).rows) <= FEW
 
@@ -47,7 +47,7 @@ def takes(instr: micro.Dispatch, ops: Operands) -> bool:
     return not gemm.able(instr, ops) and few(instr, ops) and ops.number(ops.tensor(instr.dst).rows) <= TAKEN
 
 
-def _on_tiles(w: Matrix) -> bool:
+def on_tiles(w: Matrix) -> bool:
     return w.layout.name in PACKED or (w.layout.name == "bf16" and w.k % 32 == 0)
 
 
@@ -62,7 +62,7 @@ def linear(joint: Joint, ops: Operands, acts: Mapping[str, int]) -> list[Step]:
         return [gemm.gemm(joint, ops, acts)]
     if few(instr, ops):
         return [_few(joint, instr, w, ops, acts)]
-    if instr.numerics == LINEAR_BF16 and _on_tiles(w):
+    if instr.numerics == LINEAR_BF16 and on_tiles(w):
         return _many(joint, instr, w, ops)
     return [_plain(joint, instr, w, ops)]
 
@@ -84,7 +84,7 @@ def _few(joint: Joint, instr: micro.Dispatch, w: Matrix, ops: Operands, acts: Ma
     tiles = -(-n // (16 * at_once))
     rows: Dim = ops.tensor(instr.dst).rows
     most = ops.number(rows)
-    block = _block(w, most, instr.numerics, ops)
+    block = block_of(w, most, instr.numerics, ops)
     bias, residual, residual_stride = _addends(joint, instr, ops)
     fields = args.Linear(
         w.address, n, w.k, tiles if gated else 1, tiles, x.address, x.stride, KINDS[x.dtype],
@@ -118,7 +118,7 @@ class Block:
     shared: int
 
 
-def _block(w: Matrix, rows: int, numerics: str, ops: Operands) -> Block:
+def block_of(w: Matrix, rows: int, numerics: str, ops: Operands) -> Block:
     """The one with most tokens, dealt out evenly, and with the largest ring that then fits."""
     plain = w.layout.name == "bf16"
     digits = 4 if plain and numerics == LINEAR_EXACT else 1 if plain else DIGITS[numerics]

@@ -29,7 +29,7 @@ KIB = 1 << 10
 def block(layout: str, k: int, rows: int, numerics: str, shared: int) -> linear.Block:
     limits = Limits(processors=132, shared=shared, shared_all=shared + KIB)
     ops = SimpleNamespace(limits=limits, device="gpu:0")
-    return linear._block(Matrix(0, 64, k, LAYOUTS[layout]), rows, numerics, cast(Operands, ops))
+    return linear.block_of(Matrix(0, 64, k, LAYOUTS[layout]), rows, numerics, cast(Operands, ops))
 
 
 def room(layout: str, k: int, tokens: int, numerics: str) -> int:

@@ -1,0 +1,447 @@
+// Mixtures of experts: which experts a token goes to, products with their weights, weighted sums.
+//
+// Pair p is choice p % top_k of token p / top_k. A product is cut into items, each an expert and some of the pairs that
+// chose it, so that only chosen experts are read, and once for several tokens. `expert_items` finds them; for few pairs
+// each is an item of its own. Pairs whose expert isn't there come last, as those of expert `experts`, and give NaN.
+// Blocks share the tiles of all items evenly and compute as linear.cu does: the bits are those of a linear.
+
+struct RouteArgs {
+  const float* x;
+  i64 x_stride;
+  const float* bias;   // 0: none; for the choice only
+  float* y;            // [rows][top_k numbers, top_k weights]
+  i64 y_stride, experts, top_k;
+  i64 softmax, normalise, groups, top_groups, two;  // two: a group's score is the sum of its two best
+  double scale;
+  const i64* rows;
+};
+
+__device__ __forceinline__ float warp_max(float v) {
+  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, o));
+  return v;
+}
+
+// Experts outside of the best groups get -inf; of equal groups those of lower number are better. room: a number a group.
+__device__ __forceinline__ void keep_best_groups(const RouteArgs& a, float* choice, float* room, int lane) {
+  const int groups = (int)a.groups, size = (int)a.experts / groups;
+  for (int g = lane; g < groups; g += 32) {
+    float best = -INFINITE, second = -INFINITE;
+    for (int i = g * size; i < (g + 1) * size; ++i) {
+      const float v = choice[i];
+      if (v > best) { second = best; best = v; }
+      else second = fmaxf(second, v);
+    }
+    room[g] = a.two && size > 1 ? __fadd_rn(best, second) : best;
+  }
+  __syncwarp();
+  for (int g = lane; g < groups; g += 32) {
+    int better = 0;
+    for (int h = 0; h < groups; ++h) better += room[h] > room[g] || (room[h] == room[g] && h < g);
+    if (better >= a.top_groups)
+      for (int i = g * size; i < (g + 1) * size; ++i) choice[i] = -INFINITE;
+  }
+}
+
+// A warp a token. NaN counts as -inf.
+extern "C" __global__ void __launch_bounds__(32) route(RouteArgs a) {
+  SHARED_BYTES(words);
+  let_others_start();
+  after_others();
+  const i64 row = blockIdx.x;
+  if (row >= *a.rows) return;
+  const int experts = (int)a.experts, top_k = (int)a.top_k, lane = threadIdx.x;
+  float *scores = (float*)words, *choice = scores + experts, *room = choice + experts;
+  const float* x = a.x + row * a.x_stride;
+  float top = -INFINITE, total = 0.f;
+  if (a.softmax) {
+    for (int e = lane; e < experts; e += 32) top = fmaxf(top, x[e]);
+    top = warp_max(top);
+  }
+  for (int e = lane; e < experts; e += 32) {
+    scores[e] = a.softmax ? expf(x[e] - top) : __fdiv_rn(1.f, 1.f + expf(-x[e]));
+    total += scores[e];
+  }
+  total = warp_sum(total);
+  for (int e = lane; e < experts; e += 32) {
+    if (a.softmax) scores[e] = __fdiv_rn(scores[e], total);
+    const float v = a.bias ? __fadd_rn(scores[e], a.bias[e]) : scores[e];
+    choice[e] = v == v ? v : -INFINITE;
+  }
+  __syncwarp();
+  if (a.groups > 1) keep_best_groups(a, choice, room, lane);
+  __syncwarp();
+  float* y = a.y + row * a.y_stride;
+  float sum = 0.f;
+  for (int j = 0; j < top_k; ++j) {
+    float v = -INFINITE;
+    int at = experts;
+    for (int e = lane; e < experts; e += 32) better(v, at, choice[e], e);  // NaN, already chosen, is no better
+    for (int o = 16; o; o >>= 1)
+      better(v, at, __shfl_xor_sync(0xffffffffu, v, o), __shfl_xor_sync(0xffffffffu, at, o));
+    sum = __fadd_rn(sum, scores[at]);
+    if (lane == 0) {
+      y[j] = (float)at;
+      choice[at] = __int_as_float(0x7fc00000);
+      room[j] = scores[at];
+    }
+    __syncwarp();
+  }
+  for (int j = lane; j < top_k; j += 32) {
+    const float weight = a.normalise ? __fdiv_rn(room[j], sum) : room[j];
+    y[top_k + j] = __fmul_rn(weight, (float)a.scale);
+  }
+}
+
+// What a product needs to know of the tokens' choices.
+struct Choices {
+  const float* route;
+  i64 route_stride, experts, top_k;
+  i64 shared;         // the choices of a token share its row of x
+  i64 most;           // pairs of an item
+  int* items;         // how many; of each its expert, its first place in `order`, and how many pairs. 0: a pair each
+  int* order;         // pairs, expert by expert
+  const i64* rows;    // tokens
+};
+
+__device__ __forceinline__ int expert_of(const Choices& c, int pair) {
+  const float e = c.route[(i64)(pair / (int)c.top_k) * c.route_stride + pair % (int)c.top_k];
+  return e >= 0.f && e < (float)c.experts ? (int)e : (int)c.experts;
+}
+
+// One block. Which place a pair has among those of its expert isn't said.
+extern "C" __global__ void __launch_bounds__(512) expert_items(Choices c) {
+  SHARED_BYTES(words);
+  let_others_start();
+  after_others();
+  const int pairs = (int)(*c.rows * c.top_k), kinds = (int)c.experts + 1, most = (int)c.most;
+  int *counts = (int*)words, *next = counts + kinds;
+  for (int e = threadIdx.x; e < kinds; e += 512) counts[e] = 0;
+  __syncthreads();
+  for (int p = threadIdx.x; p < pairs; p += 512) atomicAdd(counts + expert_of(c, p), 1);
+  __syncthreads();
+  for (int e = threadIdx.x; e < kinds; e += 512) {
+    int first = 0, item = 0;
+    for (int h = 0; h < e; ++h) { first += counts[h]; item += (counts[h] + most - 1) / most; }
+    next[e] = first;
+    for (int left = counts[e]; left > 0; left -= most, first += most, ++item) {
+      int* to = c.items + 1 + 3 * item;
+      to[0] = e; to[1] = first; to[2] = left < most ? left : most;
+    }
+    if (e == kinds - 1) c.items[0] = item;
+  }
+  __syncthreads();
+  for (int p = threadIdx.x; p < pairs; p += 512) c.order[atomicAdd(next + expert_of(c, p), 1)] = p;
+}
+
+struct Item {
+  int expert, first, count;
+};
+
+__device__ __forceinline__ int items_of(const Choices& c) { return c.items ? c.items[0] : (int)(*c.rows * c.top_k); }
+
+__device__ __forceinline__ Item item_of(const Choices& c, int i) {
+  if (!c.items) return Item{expert_of(c, i), i, 1};
+  const int* from = c.items + 1 + 3 * i;
+  return Item{from[0], from[1], from[2]};
+}
+
+__device__ __forceinline__ int pair_of(const Choices& c, const Item& item, int t) {
+  return c.items ? c.order[item.first + t] : item.first;
+}
+
+// The row of x that a pair has.
+__device__ __forceinline__ i64 row_of(const Choices& c, int pair) { return c.shared ? pair / (int)c.top_k : pair; }
+
+struct ExpertArgs {
+  LinearArgs of;     // an expert's product; `w` and `bias` those of expert 0
+  i64 expert_bytes;  // from one expert's weights to the next one's
+  Choices choices;
+};
+
+// The tiles [lo, hi) that a block makes, counted through all items.
+struct Share {
+  int lo, hi, tiles;
+
+  __device__ __forceinline__ explicit Share(const ExpertArgs& a) : tiles((int)a.of.tiles) {
+    const i64 all = (i64)items_of(a.choices) * tiles;
+    lo = (int)(all * blockIdx.x / gridDim.x);
+    hi = (int)(all * (blockIdx.x + 1) / gridDim.x);
+  }
+  // One behind the last tile of the item that tile `at` belongs to.
+  __device__ __forceinline__ int end(int at) const {
+    const int last = (at / tiles + 1) * tiles;
+    return last < hi ? last : hi;
+  }
+};
+
+// Begins to fill a slot of the ring with `count` blocks of 32 inputs, from block b on, of a tile. last: row of w.
+template <int FORMAT>
+__device__ __forceinline__ void fill_slot(
+    char* slot, u64* full, const char* w, int tile, int last, int k, int b, int count, int span, int lane) {
+  constexpr int U = GROUPS<FORMAT>, PARTS = FORMAT == 5 ? 3 : 2;  // quants, scales, minima
+  constexpr int PIECES = FORMAT == 16 ? 16 : U * PARTS;
+  const int nblk = (k + 31) / 32;
+  // piece i: where from, where to, bytes
+  auto piece = [&](int i, char*& to, const char*& from) {
+    if constexpr (FORMAT == 16) {
+      const int row = tile * 16 + i;
+      to = slot + i * row_pitch(span);
+      from = w + ((i64)(row < last ? row : last) * k + b * 32) * 2;
+      return count * 64;
+    } else {
+      const int u = i >= PARTS ? 1 : 0, part = i - u * PARTS, group = tile * U + u;
+      const int before = part ? QUANTS<FORMAT> + (part - 1) * 32 : 0, each = part ? 32 : QUANTS<FORMAT>;
+      to = slot + span * (u * BLOCK<FORMAT> + before);
+      from = w + group_bytes(nblk, FORMAT) * (group < last / 16 ? group : last / 16) + (i64)nblk * before + b * each;
+      return count * each;
+    }
+  };
+#ifdef BULK
+  if (lane == 0) barrier_expect(full, U * count * BLOCK<FORMAT>);
+  __syncwarp();
+  if (lane < PIECES) {
+    char* to;
+    const char* from;
+    const int bytes = piece(lane, to, from);
+    bulk_ahead(to, from, bytes, full);
+  }
+#else
+  for (int i = 0; i < PIECES; ++i) {
+    char* to;
+    const char* from;
+    const int bytes = piece(i, to, from);
+    for (int c = lane * 16; c < bytes; c += 512) copy_ahead(to + c, from + c, true);
+  }
+  barrier_copied(full);
+#endif
+}
+
+// What the copying warp does.
+template <int FORMAT>
+__device__ __forceinline__ void feed_experts(const ExpertArgs& a, const Ring& ring, int lane) {
+  const int k = (int)a.of.k, nblk = (k + 31) / 32, span = (int)a.of.span, last = (int)a.of.n - 1;
+  after_others();
+  const Share all(a);
+  Turn turn;
+  for (int at = all.lo; at < all.hi;) {
+    const Item item = item_of(a.choices, at / all.tiles);
+    const int end = all.end(at);
+    const char* w = a.of.w + item.expert * a.expert_bytes;
+    if (item.expert == a.choices.experts) at = end;
+    for (; at < end; ++at)
+      for (int b = 0; b < nblk; b += span) {
+        barrier_wait(ring.empty + turn.slot, turn.parity ^ 1);
+        const int count = nblk - b < span ? nblk - b : span;
+        char* slot = ring.slots + turn.slot * ring.slot_bytes;
+        fill_slot<FORMAT>(slot, ring.full + turn.slot, w, at % all.tiles, last, k, b, count, span, lane);
+        turn.next(ring.depth);
+      }
+  }
+}
+
+// What the multiplying warps do: as `product`, with the columns of one item after the other.
+template <int FORMAT, int NT, bool ONE>
+__device__ __forceinline__ void multiply_experts(const ExpertArgs& a, const Ring& ring, char* room) {
+  constexpr int U = GROUPS<FORMAT>, AT_ONCE = NT == 1 ? 4 : NT == 2 ? 2 : 1;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int nblk = ((int)a.of.k + 31) / 32, span = (int)a.of.span, tokens = (int)a.of.tokens;
+  u64* full = ring.full + 16;
+  Turn turn, given;
+  after_others();
+  const Share all(a);
+  const Layout<FORMAT> here(a.of, tokens, room);
+  const Columns& x = here.x;
+  const int shift = x.digits == 4 ? 2 : x.digits == 2 ? 1 : 0;
+  // the lane's first bytes of its warp's first block in a slot
+  const int quants = FORMAT == 16 ? (lane >> 2) * row_pitch(span) + warp * 64 + (lane & 3) * 16
+                                  : warp * QUANTS<FORMAT> + (lane & 3) * 64 + (lane >> 2) * 8;
+  const int scales = FORMAT == 16 ? 0 : span * QUANTS<FORMAT> + warp * 32 + (lane >> 2) * 4;
+  const float none[8] = {};
+  for (int at = all.lo; at < all.hi;) {
+    const Item item = item_of(a.choices, at / all.tiles);
+    const int end = all.end(at);
+    if (item.expert == a.choices.experts) { at = end; continue; }
+    if (at != all.lo) meet(0, 512);  // nobody reads the columns of the item before
+    for (int t = 0; t < item.count; ++t)
+      stage<FORMAT>(a.of, row_of(a.choices, pair_of(a.choices, item, t)), t, tokens, none, x, here.parts);
+    meet(0, 512);
+    for (; at < end; ++at) {
+      if (at + 1 == all.hi) let_others_start();
+      float sums[U][NT][4];
+#pragma unroll
+      for (int i = 0; i < U * NT * 4; ++i) (&sums[0][0][0])[i] = 0.f;
+      for (int b = 0; b < nblk; b += span) {
+        const int left = (nblk - b < span ? nblk - b : span) - warp, mine = (left + 15) >> 4;
+        const Part<FORMAT, NT> part = part_of<FORMAT, NT>(x, tokens, shift, b + warp, lane);
+        const char* slot = ring.slots + turn.slot * ring.slot_bytes;
+        barrier_wait(ring.full + turn.slot, turn.parity);
+        int i = 0;
+        for (; i + AT_ONCE <= mine; i += AT_ONCE)
+          blocks<FORMAT, NT, ONE, AT_ONCE>(slot + quants, slot + scales, span, part, i, x.count, tokens, shift, sums);
+        if constexpr (AT_ONCE > 1)
+          for (; i < mine; ++i)
+            blocks<FORMAT, NT, ONE, 1>(slot + quants, slot + scales, span, part, i, x.count, tokens, shift, sums);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(ring.empty + turn.slot);
+        turn.next(ring.depth);
+      }
+      barrier_wait(full + SUMS + given.slot, given.parity ^ 1);
+      float* set = here.parts + given.slot * here.set;
+#pragma unroll
+      for (int u = 0; u < U; ++u)
+        hand_over<FORMAT, NT>(set + u * here.cells * PITCH, sums[u], x.digits, tokens, lane, warp);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(full + given.slot);
+      given.next(here.sets);
+    }
+  }
+}
+
+// What the last warp does: adds up, in order, what the others have for an output, and writes it.
+template <int FORMAT>
+__device__ __forceinline__ void finish_experts(const ExpertArgs& a, const Ring& ring, char* room, int lane) {
+  constexpr int U = GROUPS<FORMAT>;
+  const int r = lane & 15, side = lane >> 4;  // side: the group or, with one group, every other token
+  u64* full = ring.full + 16;
+  const Layout<FORMAT> here(a.of, (int)a.of.tokens, room);
+  Turn given;
+  after_others();
+  const Share all(a);
+  for (int at = all.lo; at < all.hi;) {
+    const Item item = item_of(a.choices, at / all.tiles);
+    const bool none = item.expert == a.choices.experts;
+    for (const int end = all.end(at); at < end; ++at) {
+      const i64 channel = (i64)(at % all.tiles * U + (U == 2 ? side : 0)) * 16 + r;
+      if (!none) barrier_wait(full + given.slot, given.parity);
+      const float* set = here.parts + given.slot * here.set + (U == 2 ? side * here.cells * PITCH : 0);
+      for (int t = U == 2 ? 0 : side; t < item.count; t += 3 - U) {
+        float v = 0.f;
+        if (none) v = __int_as_float(0x7fc00000);
+        else
+#pragma unroll
+          for (int w = 0; w < WARPS; ++w) v = __fadd_rn(v, set[(t * 16 + r) * PITCH + w]);
+        if (channel >= a.of.n) continue;
+        if (a.of.bias && !none) v = __fadd_rn(v, a.of.bias[item.expert * a.of.n + channel]);
+        a.of.y[pair_of(a.choices, item, t) * a.of.y_stride + channel] = v;
+      }
+      if (none) continue;
+      __syncwarp();
+      if (lane == 0) barrier_arrive(full + SUMS + given.slot);
+      given.next(here.sets);
+    }
+  }
+}
+
+template <int FORMAT, int NT>
+__device__ __forceinline__ void expert_linear(const ExpertArgs& a) {
+  SHARED_BYTES(shared);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const Ring ring = ring_at(shared, (int)a.of.slot_bytes, (int)a.of.depth);
+  char* room = shared + ring_bytes(ring.slot_bytes, ring.depth);
+  if (warp == WARPS) feed_experts<FORMAT>(a, ring, lane);
+  else if (warp > WARPS) finish_experts<FORMAT>(a, ring, room, lane);
+  else if (FORMAT != 16 && a.of.digits == 1) multiply_experts<FORMAT, NT, true>(a, ring, room);
+  else multiply_experts<FORMAT, NT, false>(a, ring, room);
+}
+
+extern "C" __global__ void __launch_bounds__(576, 1) expert_q4_1(ExpertArgs a) { expert_linear<4, 1>(a); }
+extern "C" __global__ void __launch_bounds__(576, 1) expert_q4_2(ExpertArgs a) { expert_linear<4, 2>(a); }
+extern "C" __global__ void __launch_bounds__(576, 1) expert_q4_4(ExpertArgs a) { expert_linear<4, 4>(a); }
+extern "C" __global__ void __launch_bounds__(576, 1) expert_q4m_1(ExpertArgs a) { expert_linear<5, 1>(a); }
+extern "C" __global__ void __launch_bounds__(576, 1) expert_q4m_2(ExpertArgs a) { expert_linear<5, 2>(a); }
+extern "C" __global__ void __launch_bounds__(576, 1) expert_q4m_4(ExpertArgs a) { expert_linear<5, 4>(a); }
+extern "C" __global__ void __launch_bounds__(576, 1) expert_q8_1(ExpertArgs a) { expert_linear<8, 1>(a); }
+extern "C" __global__ void __launch_bounds__(576, 1) expert_q8_2(ExpertArgs a) { expert_linear<8, 2>(a); }
+extern "C" __global__ void __launch_bounds__(576, 1) expert_q8_4(ExpertArgs a) { expert_linear<8, 4>(a); }
+extern "C" __global__ void __launch_bounds__(576, 1) expert_bf16_1(ExpertArgs a) { expert_linear<16, 1>(a); }
+extern "C" __global__ void __launch_bounds__(576, 1) expert_bf16_2(ExpertArgs a) { expert_linear<16, 2>(a); }
+extern "C" __global__ void __launch_bounds__(576, 1) expert_bf16_4(ExpertArgs a) { expert_linear<16, 4>(a); }
+
+// Any layout of plain elements and any K, in f32: a warp a channel of an item of up to 8 pairs.
+struct PlainExpertArgs {
+  const char* w;
+  i64 n, k, format;  // 0 f32, 1 f16, 2 bf16
+  const float* x;
+  i64 x_stride;
+  float* y;
+  i64 y_stride;
+  const float* bias;
+  Choices choices;
+};
+
+extern "C" __global__ void __launch_bounds__(256) expert_plain(PlainExpertArgs a) {
+  let_others_start();
+  after_others();
+  const i64 channel = blockIdx.x * 8 + (threadIdx.x >> 5);
+  if (channel >= a.n || (int)blockIdx.y >= items_of(a.choices)) return;
+  const Item item = item_of(a.choices, blockIdx.y);
+  const bool none = item.expert == a.choices.experts;
+  const i64 at = item.expert * a.n + channel;
+  const float* x[8];
+  float sums[8];
+#pragma unroll
+  for (int t = 0; t < 8; ++t) {
+    x[t] = a.x + row_of(a.choices, pair_of(a.choices, item, t < item.count ? t : 0)) * a.x_stride;
+    sums[t] = none ? __int_as_float(0x7fc00000) : 0.f;
+  }
+  for (i64 k = threadIdx.x & 31; k < a.k && !none; k += 32) {
+    const float w = element(a.w, at * a.k + k, (int)a.format);
+#pragma unroll
+    for (int t = 0; t < 8; ++t)
+      if (t < item.count) sums[t] = __fmaf_rn(x[t][k], w, sums[t]);
+  }
+#pragma unroll
+  for (int t = 0; t < 8; ++t) {
+    if (t >= item.count) break;
+    float v = warp_sum(sums[t]);
+    if (a.bias && !none) v = __fadd_rn(v, a.bias[at]);
+    if ((threadIdx.x & 31) == 0) a.y[pair_of(a.choices, item, t) * a.y_stride + channel] = v;
+  }
+}
+
+// y[t] = Σ weight·x[t·top_k + j], j upwards.
+struct ExpertSumArgs {
+  const float* x;
+  i64 x_stride;
+  const float* route;
+  i64 route_stride;
+  float* y;
+  i64 y_stride, width, top_k;
+  const i64* rows;
+};
+
+extern "C" __global__ void expert_sum(ExpertSumArgs a) {
+  let_others_start();
+  after_others();
+  const i64 row = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
+  if (row >= *a.rows || i >= a.width) return;
+  const float* weights = a.route + row * a.route_stride + a.top_k;
+  const float* x = a.x + row * a.top_k * a.x_stride + i;
+  float sum = 0.f;
+  for (i64 j = 0; j < a.top_k; ++j) sum = __fadd_rn(sum, __fmul_rn(weights[j], x[j * a.x_stride]));
+  a.y[row * a.y_stride + i] = sum;
+}
+
+// y = (clip(up, ±limit) + 1)·g·sigmoid(alpha·g), g = min(gate, limit)
+struct ClampedArgs {
+  const float* gate;
+  i64 gate_stride;
+  const float* up;
+  i64 up_stride;
+  float* y;
+  i64 y_stride, width;
+  double alpha, limit;
+  const i64* rows;
+};
+
+extern "C" __global__ void gated_clamped(ClampedArgs a) {
+  let_others_start();
+  after_others();
+  const i64 row = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
+  if (row >= *a.rows || i >= a.width) return;
+  const float gate = a.gate[row * a.gate_stride + i], up = a.up[row * a.up_stride + i], limit = (float)a.limit;
+  const float g = gate > limit ? limit : gate, u = up > limit ? limit : up < -limit ? -limit : up;  // NaN stays NaN
+  const float s = __fdiv_rn(1.f, 1.f + expf(-(float)a.alpha * g));
+  a.y[row * a.y_stride + i] = __fmul_rn(__fmul_rn(__fadd_rn(u, 1.f), g), s);
+}
+

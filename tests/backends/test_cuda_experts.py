@@ -1,0 +1,232 @@
+"""CUDA's kernels for mixtures of experts against the reference: on a GPU where there is one, else emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flashrt.backends.cuda import CudaBackend, CudaDevice, missing
+from flashrt.backends.cuda.kernels import ROUNDED, STORED
+from flashrt.errors import PlanError
+from flashrt.layouts import LAYOUTS
+from tests.backends.cpu_streams import packed
+from tests.backends.cuda_streams import F32, agree, run, spec
+from tests.backends.kernel_texts import AT
+from tests.backends.test_cpu_experts import ROUTE, product, routes
+from tests.backends.test_cuda_kernels import f32
+
+RNG = np.random.default_rng(11)
+EXACT = 'numerics="acc=f32"'
+TOLERANCE = {"f32": 4e-6, "i8": 4e-6, "bf16": 4e-3}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.slow)],
+)
+def gpu(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
+    if request.param == "gpu":
+        if reason := missing():
+            pytest.skip(reason)
+        device = CudaBackend().open(replace(spec(), id="gpu:0"))
+        device.spec = spec()
+    else:
+        if not missing():
+            pytest.skip("there is a GPU")
+        from tests.backends.cuda_emulated import COMPILER, EmulatedDriver
+
+        if COMPILER is None:
+            pytest.skip("no g++ to compile the emulated kernels")
+        device = CudaDevice(spec(), EmulatedDriver())
+    yield device
+    device.close()
+
+
+def r(*shape: int) -> F32:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def cases() -> list[tuple[str, str]]:
+    return [(layout, "f32") for layout in STORED] + [(x, how) for x in ROUNDED for how in ("bf16", "i8")]
+
+
+@pytest.mark.parametrize("layout,how", [c for c in cases() if c != ("bf16", "i8")])
+@pytest.mark.parametrize(
+    "experts,n,k,top_k,t,shared,bias",
+    [
+        (9, 48, 64, 2, 1, True, False),  # every pair an item of its own
+        (5, 32, 70, 3, 7, False, True),
+        (7, 80, 544, 1, 40, True, True),  # several items of an expert, inputs that fill no round of the warps
+        (4, 16, 1056, 2, 3, True, False),
+    ],
+)
+def test_a_product(
+    gpu: CudaDevice, layout: str, how: str, experts: int, n: int, k: int, top_k: int, t: int, shared: bool,
+    bias: bool,
+) -> None:  # fmt: skip
+    if layout == "bf16" and how == "bf16" and k % 32:
+        k = 96  # as products have it, it only has kernels for whole blocks of 32
+    text = product(layout, experts, n, k, top_k, how, shared=shared, bias=bias)
+    values = {0: r(t if shared else t * top_k, k), 2: routes(t, experts, top_k)}
+    blocks = {"w": packed(layout, experts * n, k), "b": f32(r(experts * n))}
+    agree(gpu, text, values, 1, blocks, tolerance=TOLERANCE[how], T=t)
+
+
+@pytest.mark.parametrize(
+    "layout,how", [("q4m.16x32", "i8"), ("q8.16x32", "f32"), ("q4.16x32", "f32"), ("bf16", "f32"), ("f32", "f32")]
+)
+def test_a_token_has_the_same_bits_alone_and_among_others(gpu: CudaDevice, layout: str, how: str) -> None:
+    experts, n, k = 12, 48, 576
+    text = product(layout, experts, n, k, 2, how, shared=True, bias=False)
+    w, x, table = packed(layout, experts * n, k), r(60, k), routes(60, experts, 2, only=5)
+    together = run(gpu, text, {0: x, 2: table}, {"w": w}, T=60).read(1)
+    for t in (0, 1, 30, 59):
+        alone = run(gpu, text, {0: x[t], 2: table[t]}, {"w": w}, T=1).read(1)
+        assert alone.tobytes() == together[2 * t : 2 * t + 2].tobytes()
+
+
+def test_an_expert_gives_the_bits_of_a_linear(gpu: CudaDevice) -> None:
+    from tests.backends.test_cuda_kernels import LINEAR, linear
+
+    w, x = packed("q4.16x32", 48, 1100), r(3, 1100)
+    table = np.array([[0, 1.0]] * 3, np.float32)
+    text = product("q4.16x32", 1, 48, 1100, 1, "f32", shared=True, bias=False)
+    got = run(gpu, text, {0: x, 2: table}, {"w": w}, T=3).read(1)
+    want = run(gpu, linear("q4.16x32", 48, 1100, "", LINEAR), {0: x}, {"w": w}, T=3).read(1)
+    assert got.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("t", [2, 40])
+@pytest.mark.parametrize("layout", ["f32", "bf16"])
+def test_only_chosen_experts_are_read(gpu: CudaDevice, layout: str, t: int) -> None:
+    """The weights of experts that no token chose are NaN, and nothing notices."""
+    w = np.full((20, 32, 64), np.nan, np.float32)
+    w[[1, 4]] = r(2, 32, 64)
+    table = np.array([[1, 4, 0.5, 0.5], [4, 1, 0.5, 0.5]] * (t // 2), np.float32)
+    text = product(layout, 20, 32, 64, 2, "f32", shared=True, bias=False)
+    data = f32(w) if layout == "f32" else packed_bf16(w)
+    assert np.isfinite(run(gpu, text, {0: r(t, 64), 2: table}, {"w": data}, T=t).read(1)).all()
+
+
+def packed_bf16(w: F32) -> np.ndarray:  # type: ignore[type-arg]
+    from flashrt.layouts import pack_plain
+
+    return pack_plain(LAYOUTS["bf16"], w)
+
+
+@pytest.mark.parametrize("experts", [6, 40])
+@pytest.mark.parametrize("layout", ["f32", "q4.16x32", "bf16"])
+def test_an_expert_that_is_not_there_gives_nan(gpu: CudaDevice, layout: str, experts: int) -> None:
+    table = np.array([[experts, 4, 0.5, 0.5], [-1, np.nan, 0.5, 0.5], [0, 5, 1, 1]], np.float32)
+    text = product(layout, experts, 32, 64, 2, "f32", shared=True, bias=True)
+    blocks = {"w": packed(layout, experts * 32, 64), "b": f32(r(experts * 32))}
+    got = run(gpu, text, {0: r(3, 64), 2: table}, blocks, T=3).read(1)
+    assert np.isnan(got).all(axis=1).tolist() == [True, False, True, True, False, False]
+    assert np.isnan(got).any(axis=1).tolist() == [True, False, True, True, False, False]
+
+
+def test_experts_of_a_part_of_a_group_are_refused(gpu: CudaDevice) -> None:
+    text = product("q4.16x32", 4, 24, 64, 2, "f32", shared=True, bias=False)
+    with pytest.raises(PlanError, match="the 24 rows of an expert"):
+        run(gpu, text, {0: r(1, 64), 2: routes(1, 4, 2)}, {"w": packed("q4.16x32", 96, 64)}, T=1)
+
+
+@pytest.mark.parametrize(
+    "layout,how,t", [("q4.16x32", "f32", 1), ("q4m.16x32", "i8", 5), ("bf16", "f32", 5), ("q8.16x32", "bf16", 5)]
+)
+def test_the_same_bits_on_any_number_of_processors_and_in_any_order_of_warps(
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, layout: str, how: str, t: int
+) -> None:
+    from tests.backends.test_cuda_ring import in_turns
+
+    experts, n, k, driver = 12, 112, 1120, gpu.driver
+    text = product(layout, experts, n, k, 2, how, shared=False, bias=True)
+    values = {0: r(2 * t, k), 2: routes(t, experts, 2, only=6)}
+    blocks = {"w": packed(layout, experts * n, k), "b": f32(r(experts * n))}
+    want = agree(gpu, text, values, 1, blocks, tolerance=TOLERANCE[how], T=t)
+    for processors, down, late in [(1, 0, -1), (2, 1, -1), (7, 0, 16), (3, 1, 17), (5, 0, 5)]:
+        monkeypatch.setattr(driver, "limits", replace(driver.limits, processors=processors))
+        in_turns(gpu, down, late)
+        got = run(gpu, text, values, blocks, T=t).read(1)
+        in_turns(gpu, 0, -1)
+        assert got.tobytes() == want.tobytes(), (processors, down, late)
+
+
+def test_a_step_of_fewer_tokens_than_its_bucket_and_a_second_step(gpu: CudaDevice) -> None:
+    """37 tokens in a bucket of 64: what is left over from the first step counts for nothing in the second."""
+    text = product("q4.16x32", 6, 32, 64, 2, "f32", shared=True, bias=False)
+    values, blocks = {0: r(37, 64), 2: routes(37, 6, 2)}, {"w": packed("q4.16x32", 6 * 32, 64)}
+    agree(gpu, text, values, 1, blocks, times=3, T=37)
+
+
+# ---- routing ---------------------------------------------------------------------------
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalise", ["true", "false"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "experts,top_k,groups,top_groups,group_score",
+    [
+        (4, 2, 1, 1, "max"), (60, 5, 1, 1, "max"), (64, 6, 8, 3, "sum2"), (24, 3, 4, 2, "max"),
+        (128, 8, 1, 1, "max"), (8, 2, 8, 4, "sum2"),
+    ],
+)  # fmt: skip
+def test_a_route(
+    gpu: CudaDevice, score: str, normalise: str, bias: bool, experts: int, top_k: int, groups: int,
+    top_groups: int, group_score: str,
+) -> None:  # fmt: skip
+    facts = (
+        f'bias={str(bias).lower()},group_score="{group_score}",groups={groups},normalise={normalise},'
+        f'scale=2.5,score="{score}",top_groups={top_groups},top_k={top_k}'
+    )
+    text = routed(experts, top_k, facts, bias)
+    got = agree(gpu, text, {0: 3 * r(9, experts)}, 1, {"b": f32(0.3 * r(experts))}, tolerance=1e-6, T=9)
+    assert all(len(set(row)) == top_k for row in got[:, :top_k].astype(int))
+
+
+def routed(experts: int, top_k: int, facts: str, bias: bool) -> str:
+    text = ROUTE.replace("ATTRS", facts).replace("ARGS", "%0,@b" if bias else "%0")
+    text = text.replace("2K", str(2 * top_k)).replace("[E]", f"[{experts}]").replace("T,E", f"T,{experts}")
+    return text.replace("hi=E", f"hi={experts}")
+
+
+def test_of_equal_experts_the_first_are_chosen_and_nan_last(gpu: CudaDevice) -> None:
+    facts = (
+        'bias=false,group_score="max",groups=1,normalise=true,scale=1.0,score="sigmoid",top_groups=1,top_k=4'
+    )
+    values = [[1, 3, 3, 3, 0], [np.nan] * 5, [np.nan, 1, np.nan, 2, -np.inf]]
+    got = run(gpu, routed(5, 4, facts, False), {0: values}, {"b": f32(r(5))}, T=3).read(1)
+    assert got[:, :4].tolist() == [[1, 2, 3, 0], [0, 1, 2, 3], [3, 1, 4, 0]]
+    assert np.isnan(got[1, 4:]).all()
+
+
+@pytest.mark.parametrize("t,width,top_k", [(1, 64, 2), (7, 35, 3), (40, 300, 8)])
+def test_a_weighted_sum(gpu: CudaDevice, t: int, width: int, top_k: int) -> None:
+    text = f"""slot %0 cpu:0 f32[{top_k}*T,{width}]
+slot %1 cpu:0 f32[T,{2 * top_k}]
+slot %2 cpu:0 f32[T,{width}]
+dispatch {AT} kernel=expert_sum args=[%0,%1] dst=%2 attrs={{top_k={top_k}}} {EXACT}
+"""
+    agree(gpu, text, {0: r(t * top_k, width), 1: routes(t, 9, top_k)}, 2, tolerance=0, T=t)
+
+
+@pytest.mark.parametrize("t,width", [(1, 64), (7, 35), (2, 700)])
+def test_a_clamped_gate(gpu: CudaDevice, t: int, width: int) -> None:
+    args = f"%0[0:{width}],%0[{width}:{2 * width}]"
+    text = f"""slot %0 cpu:0 f32[T,{2 * width}]
+slot %1 cpu:0 f32[T,{width}]
+dispatch {AT} kernel=gated_clamped args=[{args}] dst=%1 attrs={{alpha=1.702,limit=2.0}} {EXACT}
+"""
+    agree(gpu, text, {0: 3 * r(t, 2 * width)}, 1, tolerance=3e-6, T=t)
+
+
+@pytest.mark.parametrize("dim,rotated", [(32, 32), (40, 24), (9, 6), (1024, 64)])
+def test_rope_pairs(gpu: CudaDevice, dim: int, rotated: int) -> None:
+    text = f"""slot %0 cpu:0 f32[T,{3 * dim}]
+slot %1 cpu:0 f32[T,{rotated}]
+slot %2 cpu:0 f32[T,{3 * dim}]
+dispatch {AT} kernel=rope_pairs args=[%0,%1] dst=%2 attrs={{head_dim={dim}}} {EXACT}
+"""
+    agree(gpu, text, {0: r(5, 3 * dim), 1: r(5, rotated)}, 2, tolerance=0, T=5)
