@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from flashrt.backends.cuda import args
 from flashrt.backends.cuda.args import Step, launch
 from flashrt.backends.cuda.linear import DIGITS, KINDS, NAMES, PLAIN, THREADS, block_of, on_tiles
@@ -46,10 +48,40 @@ def gated_clamped(instr: micro.Dispatch, ops: Operands) -> list[Step]:
     return [launch("gated_clamped", (-(-y.width // 256), ops.number(y.rows)), 256, fields)]
 
 
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A product with experts. one: the weights of expert 0; table: the tokens' choices; tokens: at most.
+
+    alone: so few pairs (token, choice) that they seldom share an expert: to find out which do costs more
+    than to read some experts twice.
+    """
+
+    instr: micro.Dispatch
+    one: Matrix
+    table: Tensor
+    experts: int
+    top_k: int
+    tokens: int
+
+    @property
+    def pairs(self) -> int:
+        """How many there are at most."""
+        return self.tokens * self.top_k
+
+    @property
+    def alone(self) -> bool:
+        """Whether each pair is an item of its own."""
+        return 4 * self.pairs <= self.experts
+
+    def items(self, most: int) -> int:
+        """How many items of up to `most` pairs there can be."""
+        return self.pairs if self.alone else self.pairs // most + min(self.pairs, self.experts + 1)
+
+
 def expert_linear(instr: micro.Dispatch, ops: Operands) -> list[Step]:
-    """The launches of a product. Raises PlanError where an expert's rows aren't whole groups of its layout."""
+    """The launches of a product. Raises PlanError where an expert's rows aren't whole groups."""
     held, table = ops.matrix(instr.args[1]), ops.floats(instr.args[2])
-    experts, top_k = _whole(instr, "experts"), _whole(instr, "top_k")
+    experts = _whole(instr, "experts")
     one = Matrix(held.address, held.n // experts, held.k, held.layout)
     if one.n % held.layout.rows:
         raise PlanError(
@@ -57,76 +89,58 @@ def expert_linear(instr: micro.Dispatch, ops: Operands) -> list[Step]:
             lines=f"    {text.show_instr(instr)}",
             hint="store the experts in f32, f16 or bf16",
         )
-    pairs = ops.number(table.rows) * top_k
-    if not pairs:
+    m = Mixture(instr, one, table, experts, _whole(instr, "top_k"), ops.number(table.rows))
+    if not m.pairs:
         return []
-    if on_tiles(one):
-        return _on_tiles(instr, one, table, experts, top_k, ops)
-    return _plain(instr, one, table, experts, top_k, ops)
+    return _on_tiles(m, ops) if on_tiles(one) else _plain(m, ops)
 
 
-def _on_tiles(
-    instr: micro.Dispatch, one: Matrix, table: Tensor, experts: int, top_k: int, ops: Operands
-) -> list[Step]:
-    x, y, tokens = ops.tensor(instr.args[0]), ops.floats(instr.dst), ops.number(table.rows)
-    alone = _alone(tokens * top_k, experts)
-    numerics = instr.numerics or LINEAR_EXACT
+def _on_tiles(m: Mixture, ops: Operands) -> list[Step]:
+    one, x, y = m.one, ops.tensor(m.instr.args[0]), ops.floats(m.instr.dst)
+    numerics = m.instr.numerics or LINEAR_EXACT
     # twice as many as an expert has on average, so that few are read a second time; no less than fit a tile
-    most = 1 if alone else min(tokens, max(-(-2 * tokens * top_k // experts), 8 // DIGITS[numerics]))
-    block = block_of(one, most, numerics, ops)
-    choices, steps = _choices(instr, table, experts, top_k, block.tokens, alone, ops)
+    most = max(-(-2 * m.pairs // m.experts), 8 // DIGITS[numerics])
+    block = block_of(one, 1 if m.alone else min(m.tokens, most), numerics, ops)
+    choices, steps = _choices(m, block.tokens, ops)
     tiles = -(-one.n // (16 if one.layout.name == "bf16" else 32))  # of `GROUPS` row groups
     of = args.Linear(
         one.address, one.n, one.k, 1, tiles, x.address, x.stride, KINDS[x.dtype], 0, 0, 0.0, 0.0,
-        y.address, y.stride, 0, _bias(instr, ops), 0, 0, 0, choices.rows, block.tokens, block.digits,
+        y.address, y.stride, 0, _bias(m.instr, ops), 0, 0, 0, choices.rows, block.tokens, block.digits,
         block.span, block.slot, block.depth,
     )  # fmt: skip
-    stride = one.n // one.layout.rows * one.layout.group_bytes(one.k)
-    fields = (*of, stride, *choices)
-    grid = (min(_items(tokens * top_k, experts, block.tokens, alone) * tiles, ops.limits.processors),)
+    fields = (*of, one.n // one.layout.rows * one.layout.group_bytes(one.k), *choices)
+    grid = (min(m.items(block.tokens) * tiles, ops.limits.processors),)
     name = f"expert_{NAMES[one.layout.name]}_{block.tile}"
     return [*steps, launch(name, grid, THREADS, fields, block.shared)]
 
 
-def _plain(
-    instr: micro.Dispatch, one: Matrix, table: Tensor, experts: int, top_k: int, ops: Operands
-) -> list[Step]:
-    if one.layout.name not in PLAIN or instr.numerics not in ("", LINEAR_EXACT):
-        raise PlanError(f"{ops.device}: no product with experts in {one.layout.name} and {instr.numerics!r}")
-    x, y, pairs = ops.floats(instr.args[0]), ops.floats(instr.dst), ops.number(table.rows) * top_k
-    alone = _alone(pairs, experts)
-    choices, steps = _choices(instr, table, experts, top_k, TOGETHER, alone, ops)
+def _plain(m: Mixture, ops: Operands) -> list[Step]:
+    one, numerics = m.one, m.instr.numerics or LINEAR_EXACT
+    if one.layout.name not in PLAIN or numerics != LINEAR_EXACT:
+        raise PlanError(f"{ops.device}: no product with experts in {one.layout.name} and {numerics!r}")
+    x, y = ops.floats(m.instr.args[0]), ops.floats(m.instr.dst)
+    choices, steps = _choices(m, TOGETHER, ops)
     fields = args.PlainExpert(
         one.address, one.n, one.k, PLAIN[one.layout.name], x.address, x.stride, y.address, y.stride,
-        _bias(instr, ops),
+        _bias(m.instr, ops),
     )  # fmt: skip
-    grid = (-(-one.n // 8), _items(pairs, experts, TOGETHER, alone))
+    grid = (-(-one.n // 8), m.items(TOGETHER))
     return [*steps, launch("expert_plain", grid, 256, (*fields, *choices))]
 
 
-def _alone(pairs: int, experts: int) -> bool:
-    """Whether so few pairs seldom share an expert: to find out costs more than to read some twice."""
-    return 4 * pairs <= experts
-
-
-def _items(pairs: int, experts: int, most: int, alone: bool) -> int:
-    """How many items there can be at most."""
-    return pairs if alone else pairs // most + min(pairs, experts + 1)
-
-
-def _choices(
-    instr: micro.Dispatch, table: Tensor, experts: int, top_k: int, most: int, alone: bool, ops: Operands
-) -> tuple[args.Choices, list[Step]]:
+def _choices(m: Mixture, most: int, ops: Operands) -> tuple[args.Choices, list[Step]]:
     """What a product knows of the tokens' choices, and the launch that finds items, if there is one."""
-    pairs, items = ops.number(table.rows) * top_k, 0
-    ends = 4 * (1 + 3 * _items(pairs, experts, most, alone))
-    if not alone:
-        items = int(ops.scratch("experts", ends + 4 * pairs).data_ptr())
-    found = args.Choices(
-        table.address, table.stride, experts, top_k, int(instr.attr("shared") is True), most,
-        items, items and items + ends, ops.rows(table.rows),
+    items = order = 0
+    if not m.alone:
+        head = 4 * (1 + 3 * m.items(most))
+        items = int(ops.scratch("experts", head + 4 * m.pairs).data_ptr())
+        order = items + head
+    choices = args.Choices(
+        m.table.address, m.table.stride, m.experts, m.top_k, int(m.instr.attr("shared") is True), most,
+        items, order, ops.rows(m.table.rows),
     )  # fmt: skip
-    return found, [] if alone else [launch("expert_items", (1,), 512, found, 8 * (experts + 1))]
+    find = launch("expert_items", (1,), 512, choices, 8 * (m.experts + 1))
+    return choices, [] if m.alone else [find]
 
 
 def _bias(instr: micro.Dispatch, ops: Operands) -> int:

@@ -1,4 +1,4 @@
-"""CUDA's kernels for mixtures of experts against the reference: on a GPU where there is one, else emulated."""
+"""CUDA kernels for mixtures of experts against the reference: on a GPU where there is one, else emulated."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 from flashrt.backends.cuda import CudaBackend, CudaDevice, missing
 from flashrt.backends.cuda.kernels import ROUNDED, STORED
 from flashrt.errors import PlanError
-from flashrt.layouts import LAYOUTS
+from flashrt.layouts import LAYOUTS, pack_plain
 from tests.backends.cpu_streams import packed
 from tests.backends.cuda_streams import F32, agree, run, spec
 from tests.backends.kernel_texts import AT
 from tests.backends.test_cpu_experts import ROUTE, product, routes
-from tests.backends.test_cuda_kernels import f32
+from tests.backends.test_cuda_kernels import LINEAR, f32, linear
+from tests.backends.test_cuda_ring import in_turns
 
 RNG = np.random.default_rng(11)
 EXACT = 'numerics="acc=f32"'
@@ -76,7 +77,8 @@ def test_a_product(
 
 
 @pytest.mark.parametrize(
-    "layout,how", [("q4m.16x32", "i8"), ("q8.16x32", "f32"), ("q4.16x32", "f32"), ("bf16", "f32"), ("f32", "f32")]
+    "layout,how",
+    [("q4m.16x32", "i8"), ("q8.16x32", "f32"), ("q4.16x32", "f32"), ("bf16", "f32"), ("f32", "f32")],
 )
 def test_a_token_has_the_same_bits_alone_and_among_others(gpu: CudaDevice, layout: str, how: str) -> None:
     experts, n, k = 12, 48, 576
@@ -89,8 +91,6 @@ def test_a_token_has_the_same_bits_alone_and_among_others(gpu: CudaDevice, layou
 
 
 def test_an_expert_gives_the_bits_of_a_linear(gpu: CudaDevice) -> None:
-    from tests.backends.test_cuda_kernels import LINEAR, linear
-
     w, x = packed("q4.16x32", 48, 1100), r(3, 1100)
     table = np.array([[0, 1.0]] * 3, np.float32)
     text = product("q4.16x32", 1, 48, 1100, 1, "f32", shared=True, bias=False)
@@ -107,14 +107,8 @@ def test_only_chosen_experts_are_read(gpu: CudaDevice, layout: str, t: int) -> N
     w[[1, 4]] = r(2, 32, 64)
     table = np.array([[1, 4, 0.5, 0.5], [4, 1, 0.5, 0.5]] * (t // 2), np.float32)
     text = product(layout, 20, 32, 64, 2, "f32", shared=True, bias=False)
-    data = f32(w) if layout == "f32" else packed_bf16(w)
+    data = pack_plain(LAYOUTS[layout], w)
     assert np.isfinite(run(gpu, text, {0: r(t, 64), 2: table}, {"w": data}, T=t).read(1)).all()
-
-
-def packed_bf16(w: F32) -> np.ndarray:  # type: ignore[type-arg]
-    from flashrt.layouts import pack_plain
-
-    return pack_plain(LAYOUTS["bf16"], w)
 
 
 @pytest.mark.parametrize("experts", [6, 40])
@@ -135,13 +129,12 @@ def test_experts_of_a_part_of_a_group_are_refused(gpu: CudaDevice) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout,how,t", [("q4.16x32", "f32", 1), ("q4m.16x32", "i8", 5), ("bf16", "f32", 5), ("q8.16x32", "bf16", 5)]
+    "layout,how,t",
+    [("q4.16x32", "f32", 1), ("q4m.16x32", "i8", 5), ("bf16", "f32", 5), ("q8.16x32", "bf16", 5)],
 )
 def test_the_same_bits_on_any_number_of_processors_and_in_any_order_of_warps(
     gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, layout: str, how: str, t: int
 ) -> None:
-    from tests.backends.test_cuda_ring import in_turns
-
     experts, n, k, driver = 12, 112, 1120, gpu.driver
     text = product(layout, experts, n, k, 2, how, shared=False, bias=True)
     values = {0: r(2 * t, k), 2: routes(t, experts, 2, only=6)}

@@ -248,25 +248,26 @@ __device__ __forceinline__ void multiply_experts(const ExpertArgs& a, const Ring
   u64* full = ring.full + 16;
   Turn turn, given;
   after_others();
-  const Share all(a);
   const Layout<FORMAT> here(a.of, tokens, room);
   const Columns& x = here.x;
   const int shift = x.digits == 4 ? 2 : x.digits == 2 ? 1 : 0;
-  // the lane's first bytes of its warp's first block in a slot
-  const int quants = FORMAT == 16 ? (lane >> 2) * row_pitch(span) + warp * 64 + (lane & 3) * 16
-                                  : warp * QUANTS<FORMAT> + (lane & 3) * 64 + (lane >> 2) * 8;
-  const int scales = FORMAT == 16 ? 0 : span * QUANTS<FORMAT> + warp * 32 + (lane >> 2) * 4;
-  const float none[8] = {};
-  for (int at = all.lo; at < all.hi;) {
+  for (int at = Share(a).lo;;) {
+    const Share all(a);  // anew for each item: registers are scarce
+    if (at >= all.hi) break;
     const Item item = item_of(a.choices, at / all.tiles);
-    const int end = all.end(at);
-    if (item.expert == a.choices.experts) { at = end; continue; }
-    if (at != all.lo) meet(0, 512);  // nobody reads the columns of the item before
+    int own = all.end(at) - at;  // tiles
+    at += own;
+    if (item.expert == a.choices.experts) continue;
+    const float none[8] = {};
     for (int t = 0; t < item.count; ++t)
       stage<FORMAT>(a.of, row_of(a.choices, pair_of(a.choices, item, t)), t, tokens, none, x, here.parts);
     meet(0, 512);
-    for (; at < end; ++at) {
-      if (at + 1 == all.hi) let_others_start();
+    if (at == all.hi) let_others_start();
+    // the lane's first bytes of its warp's first block in a slot
+    const int quants = FORMAT == 16 ? (lane >> 2) * row_pitch(span) + warp * 64 + (lane & 3) * 16
+                                    : warp * QUANTS<FORMAT> + (lane & 3) * 64 + (lane >> 2) * 8;
+    const int scales = FORMAT == 16 ? 0 : span * QUANTS<FORMAT> + warp * 32 + (lane >> 2) * 4;
+    for (; own; --own) {
       float sums[U][NT][4];
 #pragma unroll
       for (int i = 0; i < U * NT * 4; ++i) (&sums[0][0][0])[i] = 0.f;
@@ -294,6 +295,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertArgs& a, const Ring
       if (lane == 0) barrier_arrive(full + given.slot);
       given.next(here.sets);
     }
+    meet(0, 512);  // nobody reads these columns any more
   }
 }
 
