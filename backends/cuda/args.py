@@ -248,6 +248,18 @@ class PlainExpert(NamedTuple):  # and Choices
     bias: int
 
 
+class ExpertTile(NamedTuple):  # and Choices
+    w: int
+    n: int
+    k: int
+    expert_bytes: int
+    x: int
+    x_stride: int
+    y: int
+    y_stride: int
+    bias: int
+
+
 class ExpertSum(NamedTuple):
     x: int
     x_stride: int

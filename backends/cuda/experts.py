@@ -10,9 +10,13 @@ from flashrt.backends.cuda.linear import DIGITS, KINDS, NAMES, PLAIN, THREADS, b
 from flashrt.backends.cuda.operands import Matrix, Operands, Tensor
 from flashrt.errors import PlanError
 from flashrt.ir import micro, text
-from flashrt.ir.ops import LINEAR_EXACT
+from flashrt.ir.ops import LINEAR_BF16, LINEAR_EXACT
+from flashrt.layouts import LAYOUTS
 
 TOGETHER = 8  # pairs of an item of `expert_plain`
+MANY = 8  # pairs that an expert has on average above which bf16 activations meet tiles of weights
+STAGES = 3  # as source/expert_tiles.cu has them
+KEPT = 1024  # bytes of shared memory for what the kernel has besides
 
 
 def route(instr: micro.Dispatch, ops: Operands) -> list[Step]:
@@ -92,10 +96,37 @@ def expert_linear(instr: micro.Dispatch, ops: Operands) -> list[Step]:
     m = Mixture(instr, one, table, experts, _whole(instr, "top_k"), ops.number(table.rows))
     if not m.pairs:
         return []
-    return _on_tiles(m, ops) if on_tiles(one) else _plain(m, ops)
+    if not on_tiles(one):
+        return _plain(m, ops)
+    return _many(m, ops) or _few(m, ops)
 
 
-def _on_tiles(m: Mixture, ops: Operands) -> list[Step]:
+def _many(m: Mixture, ops: Operands) -> list[Step]:
+    """Tiles of bf16 activations; nothing where they are few, or don't fit the device."""
+    one, x, y = m.one, ops.tensor(m.instr.args[0]), ops.floats(m.instr.dst)
+    if m.instr.numerics != LINEAR_BF16 or m.pairs <= MANY * m.experts:
+        return []
+    together = 32 if m.pairs <= 32 * m.experts else 64
+    shared = STAGES * stage_bytes(one.layout.name, together)
+    if shared > ops.limits.shared - KEPT:
+        return []
+    choices, steps = _choices(m, together, ops)
+    fields = args.ExpertTile(
+        one.address, one.n, one.k, _expert_bytes(one), x.address, x.stride, y.address, y.stride,
+        _bias(m.instr, ops),
+    )  # fmt: skip
+    name = f"expert_tiles_{NAMES[one.layout.name]}_{together // 8}"
+    return [*steps, launch(name, (-(-one.n // 256), m.items(together)), 256, (*fields, *choices), shared)]
+
+
+def stage_bytes(layout: str, together: int) -> int:
+    """Bytes of a stage: of 16 groups of weights, and of so many pairs' activations."""
+    span = 2 if layout == "bf16" or together == 64 else 4  # blocks of 32 inputs
+    group = 16 * (span * 64 + 32) if layout == "bf16" else LAYOUTS[layout].group_bytes(32 * span)
+    return 16 * group + together * (span * 64 + (32 if layout == "q8.16x32" else 64))
+
+
+def _few(m: Mixture, ops: Operands) -> list[Step]:
     one, x, y = m.one, ops.tensor(m.instr.args[0]), ops.floats(m.instr.dst)
     numerics = m.instr.numerics or LINEAR_EXACT
     # twice as many as an expert has on average, so that few are read a second time; no less than fit a tile
@@ -108,7 +139,7 @@ def _on_tiles(m: Mixture, ops: Operands) -> list[Step]:
         y.address, y.stride, 0, _bias(m.instr, ops), 0, 0, 0, choices.rows, block.tokens, block.digits,
         block.span, block.slot, block.depth,
     )  # fmt: skip
-    fields = (*of, one.n // one.layout.rows * one.layout.group_bytes(one.k), *choices)
+    fields = (*of, _expert_bytes(one), *choices)
     grid = (min(m.items(block.tokens) * tiles, ops.limits.processors),)
     name = f"expert_{NAMES[one.layout.name]}_{block.tile}"
     return [*steps, launch(name, grid, THREADS, fields, block.shared)]
@@ -141,6 +172,10 @@ def _choices(m: Mixture, most: int, ops: Operands) -> tuple[args.Choices, list[S
     )  # fmt: skip
     find = launch("expert_items", (1,), 512, choices, 8 * (m.experts + 1))
     return choices, [] if m.alone else [find]
+
+
+def _expert_bytes(one: Matrix) -> int:
+    return one.n // one.layout.rows * one.layout.group_bytes(one.k)
 
 
 def _bias(instr: micro.Dispatch, ops: Operands) -> int:

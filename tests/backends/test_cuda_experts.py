@@ -10,6 +10,7 @@ import pytest
 
 from flashrt.backends.cuda import CudaBackend, CudaDevice, missing
 from flashrt.backends.cuda.kernels import ROUNDED, STORED
+from flashrt.backends.cuda.linear import NAMES
 from flashrt.errors import PlanError
 from flashrt.layouts import LAYOUTS, pack_plain
 from tests.backends.cpu_streams import packed
@@ -97,6 +98,28 @@ def test_an_expert_gives_the_bits_of_a_linear(gpu: CudaDevice) -> None:
     got = run(gpu, text, {0: x, 2: table}, {"w": w}, T=3).read(1)
     want = run(gpu, linear("q4.16x32", 48, 1100, "", LINEAR), {0: x}, {"w": w}, T=3).read(1)
     assert got.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("layout", ROUNDED)
+@pytest.mark.parametrize(
+    "experts,n,k,t,bias,tile",
+    [(5, 80, 416, 52, True, 4), (3, 272, 96, 90, False, 8), (4, 16, 32, 68, False, 8), (7, 96, 96, 33, True, 4)],
+)
+def test_tiles_of_many_tokens(
+    gpu: CudaDevice, layout: str, experts: int, n: int, k: int, t: int, bias: bool, tile: int
+) -> None:
+    """32 or 64 pairs of an expert at a time; then some experts aren't there."""
+    k = k if layout == "bf16" else k - 7
+    text = product(layout, experts, n, k, 2, "bf16", shared=bias, bias=bias)
+    values = {0: r(t if bias else 2 * t, k), 2: routes(t, experts, 2)}
+    blocks = {"w": packed(layout, experts * n, k), "b": f32(r(experts * n))}
+    agree(gpu, text, values, 1, blocks, tolerance=TOLERANCE["bf16"], T=t)
+    if launches := getattr(gpu.driver, "launches", None):
+        assert launches[-1] == f"expert_tiles_{NAMES[layout]}_{tile}"
+    values[2][1, 1], values[2][t - 1, 0] = np.nan, experts
+    got = run(gpu, text, values, blocks, T=t).read(1)
+    assert np.flatnonzero(np.isnan(got).all(axis=1)).tolist() == [3, 2 * t - 2]
+    assert np.flatnonzero(np.isnan(got).any(axis=1)).tolist() == [3, 2 * t - 2]
 
 
 @pytest.mark.parametrize("t", [2, 40])

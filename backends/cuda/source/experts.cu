@@ -159,10 +159,10 @@ struct ExpertArgs {
 };
 
 // The tiles [lo, hi) that a block makes, counted through all items.
-struct Share {
+struct ExpertTiles {
   int lo, hi, tiles;
 
-  __device__ __forceinline__ explicit Share(const ExpertArgs& a) : tiles((int)a.of.tiles) {
+  __device__ __forceinline__ explicit ExpertTiles(const ExpertArgs& a) : tiles((int)a.of.tiles) {
     const i64 all = (i64)items_of(a.choices) * tiles;
     lo = (int)(all * blockIdx.x / gridDim.x);
     hi = (int)(all * (blockIdx.x + 1) / gridDim.x);
@@ -221,7 +221,7 @@ template <int FORMAT>
 __device__ __forceinline__ void feed_experts(const ExpertArgs& a, const Ring& ring, int lane) {
   const int k = (int)a.of.k, nblk = (k + 31) / 32, span = (int)a.of.span, last = (int)a.of.n - 1;
   after_others();
-  const Share all(a);
+  const ExpertTiles all(a);
   Turn turn;
   for (int at = all.lo; at < all.hi;) {
     const Item item = item_of(a.choices, at / all.tiles);
@@ -251,8 +251,8 @@ __device__ __forceinline__ void multiply_experts(const ExpertArgs& a, const Ring
   const Layout<FORMAT> here(a.of, tokens, room);
   const Columns& x = here.x;
   const int shift = x.digits == 4 ? 2 : x.digits == 2 ? 1 : 0;
-  for (int at = Share(a).lo;;) {
-    const Share all(a);  // anew for each item: registers are scarce
+  for (int at = ExpertTiles(a).lo;;) {
+    const ExpertTiles all(a);  // anew for each item: registers are scarce
     if (at >= all.hi) break;
     const Item item = item_of(a.choices, at / all.tiles);
     int own = all.end(at) - at;  // tiles
@@ -308,7 +308,7 @@ __device__ __forceinline__ void finish_experts(const ExpertArgs& a, const Ring& 
   const Layout<FORMAT> here(a.of, (int)a.of.tokens, room);
   Turn given;
   after_others();
-  const Share all(a);
+  const ExpertTiles all(a);
   for (int at = all.lo; at < all.hi;) {
     const Item item = item_of(a.choices, at / all.tiles);
     const bool none = item.expert == a.choices.experts;
