@@ -285,6 +285,62 @@ class Clamped(NamedTuple):
     rows: int
 
 
+class LatentWrite(NamedTuple):
+    k: int
+    k_stride: int
+    v: int
+    v_stride: int
+    own: int
+    d: int
+    kv: int
+    bf16: int
+    positions: int
+    seq: int
+    pages: int
+    page_stride: int
+    rows: int
+
+
+class Latent(NamedTuple):
+    q: int
+    q_stride: int
+    heads: int
+    d: int
+    dv: int
+    kv: int
+    bf16: int
+    positions: int
+    seq: int
+    pages: int
+    page_stride: int
+    y: int
+    y_stride: int
+    y_bf16: int
+    sinks: int
+    scale: float
+    softcap: float
+    window: int
+    causal: int
+    rounded: int
+    rows: int
+    parts: int
+    ranges: int
+
+
+class HeadLinear(NamedTuple):
+    w: int
+    format: int
+    heads: int
+    d: int
+    n: int
+    k: int
+    x: int
+    x_stride: int
+    y: int
+    y_stride: int
+    rows: int
+
+
 class Pull(NamedTuple):
     entries: int
     many: int

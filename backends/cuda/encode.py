@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flashrt.backend import ROOM
-from flashrt.backends.cuda import args, prefill
+from flashrt.backends.cuda import args, latent, prefill
 from flashrt.backends.cuda.args import Live, Step, launch
 from flashrt.backends.cuda.experts import expert_linear, expert_sum, gated_clamped, route
-from flashrt.backends.cuda.fuse import Joint
+from flashrt.backends.cuda.fuse import Joint, Row
 from flashrt.backends.cuda.linear import linear
 from flashrt.backends.cuda.operands import Operands, Tensor
 from flashrt.backends.cuda.sample import sample
@@ -98,6 +98,9 @@ def _rope(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
         table=table.address, table_stride=table.stride, half=table.width // 2, d=d, rows=ops.rows(x.rows),
     )  # fmt: skip
     if joint.keys is not None and joint.write is not None:
+        if latent.is_latent(joint.write):
+            both = (_rope(Joint(Row(row)), row, ops) for row in (instr, joint.keys))
+            return [*(step for steps in both for step in steps), *latent.write(joint.write, ops)]
         fields = _written(joint.write, joint.keys.args[0], ops, fields)
     return _roped(fields, ops.number(x.rows))
 
@@ -114,6 +117,8 @@ def _rope_pairs(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step
 
 
 def _kv_write(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    if latent.is_latent(instr):
+        return latent.write(instr, ops)
     k = ops.floats(instr.args[0])
     fields = _written(instr, instr.args[0], ops, args.Rope(d=_attr(instr, "head_dim"), rows=ops.rows(k.rows)))
     return _roped(fields, ops.number(k.rows))
@@ -158,10 +163,12 @@ def _last(arg: micro.Arg, ops: Operands) -> int:
 
 def alone(instr: micro.Dispatch, ops: Operands) -> bool:
     """Whether an attention is one token's, which can then rotate and write what it needs itself."""
-    return ops.number(ops.tensor(instr.dst).rows) == 1
+    return not latent.is_latent(instr) and ops.number(ops.tensor(instr.dst).rows) == 1
 
 
 def _attention(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    if latent.is_latent(instr):
+        return latent.attention(instr, *_out(joint, ops), ops)
     if prefill.possible(instr, ops):
         assert joint.dst is not None
         return [Live(prefill.LibraryAttention(instr, joint.dst, ops))]
@@ -290,6 +297,10 @@ def _expert_linear(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[S
     return expert_linear(instr, ops)
 
 
+def _head_linear(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    return latent.head_linear(instr, ops)
+
+
 def _expert_sum(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
     return expert_sum(instr, ops)
 
@@ -319,6 +330,7 @@ _ENCODERS: Mapping[str, Encoder] = {
     "sample": _sample,
     "route": _route,
     "expert_linear": _expert_linear,
+    "head_linear": _head_linear,
     "expert_sum": _expert_sum,
     "gated_clamped": _gated_clamped,
 }

@@ -24,6 +24,8 @@ from flashrt.layouts import LAYOUTS
 KIND = "gpu"
 STORED = ("f32", "f16", "bf16", "q4.16x32", "q4m.16x32", "q8.16x32")  # layouts that kernels read
 ROUNDED = ("q4.16x32", "q4m.16x32", "q8.16x32", "bf16")  # layouts whose products take bf16 activations
+PLAIN = ("f32", "f16", "bf16")  # those that products by heads read
+_ATTENTIONS = (ATTENTION_EXACT, ATTENTION_CACHED, ATTENTION_BF16)
 _PLAIN = (
     "rms_norm", "layer_norm", "rope_table", "rope", "rope_pairs", "gated", "activation",
     "add", "mul", "scale", "softcap", "slice", "view", "rows", "sample",
@@ -40,7 +42,8 @@ def offered() -> tuple[tuple[str, str], ...]:
         *((f"expert_linear.{layout}", numerics) for layout, numerics in kinds),
         *((f"embedding.{layout}", EXACT) for layout in STORED),
         *((name, EXACT) for name in _PLAIN),
-        *(("attention", n) for n in (ATTENTION_EXACT, ATTENTION_CACHED, ATTENTION_BF16)),
+        *((f"head_linear.{layout}", LINEAR_EXACT) for layout in PLAIN),
+        *((name, n) for name in ("attention", "attention+latent") for n in _ATTENTIONS),
         ("kv_write", EXACT),
         ("kv_write", KV_WRITE_BF16),
     )

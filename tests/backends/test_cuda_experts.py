@@ -103,7 +103,12 @@ def test_an_expert_gives_the_bits_of_a_linear(gpu: CudaDevice) -> None:
 @pytest.mark.parametrize("layout", ROUNDED)
 @pytest.mark.parametrize(
     "experts,n,k,t,bias,tile",
-    [(5, 80, 416, 52, True, 4), (3, 272, 96, 90, False, 8), (4, 16, 32, 68, False, 8), (7, 96, 96, 33, True, 4)],
+    [
+        (5, 80, 416, 52, True, 4),
+        (3, 272, 96, 90, False, 8),
+        (4, 16, 32, 68, False, 8),
+        (7, 96, 96, 33, True, 4),
+    ],
 )
 def test_tiles_of_many_tokens(
     gpu: CudaDevice, layout: str, experts: int, n: int, k: int, t: int, bias: bool, tile: int
