@@ -10,8 +10,9 @@ from flashrt.errors import PlanError
 from flashrt.ir import micro
 from flashrt.ir.ops import ATTENTION_BF16
 
-SPLIT = 64  # tokens up to which ranges of keys have blocks of their own
-PAGES = 8  # of a range
+SPLIT = 512  # blocks that are enough: with fewer, ranges of keys have blocks of their own
+MOST = 256 << 20  # bytes of their results at most
+PAGES = 16  # of a range
 HEADS = 8  # of a block
 WIDEST = 640, 512  # channels of a key, of a value
 
@@ -41,9 +42,10 @@ def attention(instr: micro.Dispatch, y: Tensor, y_bf16: int, ops: Operands) -> l
     heads, dv = _whole(instr, "heads"), _whole(instr, "value_dim")
     if d > WIDEST[0] or dv > WIDEST[1]:
         raise PlanError(f"{ops.device}: latent keys of {d} and {dv} channels; up to {WIDEST} can run here")
-    rows, ranges = ops.number(q.rows), -(-ops.number(pages.width) // PAGES)
-    split = rows <= SPLIT and ranges > 1
-    parts = int(ops.scratch("latent", 4 * rows * heads * ranges * (dv + 2)).data_ptr()) if split else 0
+    rows, ranges, groups = ops.number(q.rows), -(-ops.number(pages.width) // PAGES), -(-heads // HEADS)
+    results = 4 * rows * heads * ranges * (dv + 2)
+    split = rows * groups < SPLIT and ranges > 1 and results <= MOST
+    parts = int(ops.scratch("latent", results).data_ptr()) if split else 0
     fields = args.Latent(
         q.address, q.stride, heads, d, dv, kv, int(bf16), positions.address, seq.address, pages.address,
         _page_stride(instr.args[3], ops), y.address, y.stride, y_bf16,
@@ -52,7 +54,7 @@ def attention(instr: micro.Dispatch, y: Tensor, y_bf16: int, ops: Operands) -> l
         int(instr.attr("causal", True) is not False), int(instr.numerics == ATTENTION_BF16),
         ops.rows(q.rows), parts, ranges,
     )  # fmt: skip
-    grid = (rows, -(-heads // HEADS), ranges if split else 1)
+    grid = (rows, groups, ranges if split else 1)
     steps: list[Step] = [launch("latent_attention", grid, 32 * HEADS, fields, 64 * d)]
     return [*steps, launch("latent_merge", (rows, heads), 128, fields)] if split else steps
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flashrt.backends.cuda import CudaBackend, CudaDevice, missing
+from flashrt.backends.cuda import CudaBackend, CudaDevice, latent, missing
 from flashrt.backends.cuda.kernels import PLAIN
 from flashrt.ir.ops import ATTENTION_BF16, ATTENTION_CACHED, ATTENTION_EXACT
 from tests.backends.cpu_streams import packed
@@ -44,7 +44,7 @@ def r(*shape: int) -> F32:
     return RNG.standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("heads,d,dv", [(9, 576, 512), (3, 24, 16), (2, 40, 12)])
+@pytest.mark.parametrize("heads,d,dv", [(9, 576, 512), (2, 40, 12)])
 @pytest.mark.parametrize("attrs", ["", ",window=20,softcap=1.5", ",causal=false"])
 @pytest.mark.parametrize("numerics", [ATTENTION_EXACT, ATTENTION_CACHED, ATTENTION_BF16])
 def test_attention(gpu: CudaDevice, heads: int, d: int, dv: int, attrs: str, numerics: str) -> None:
@@ -54,24 +54,30 @@ def test_attention(gpu: CudaDevice, heads: int, d: int, dv: int, attrs: str, num
     agree(gpu, text, values, 6, state=state, tolerance=tolerance, times=2, T=12, P=PAGES)
 
 
-@pytest.mark.parametrize("numerics", [ATTENTION_EXACT, ATTENTION_CACHED])
-def test_a_token_has_the_same_bits_alone_and_in_a_chunk(gpu: CudaDevice, numerics: str) -> None:
-    """Alone its keys are shared out among blocks, range by range."""
-    t, pages, heads, d, dv = 150, np.arange(10)[None], 3, 24, 16
-    values = {0: r(t, heads * d), 1: r(t, d - dv), 2: r(t, dv), 3: np.arange(t), 4: [0] * t, 5: pages}
-    text = latent_text(heads, d, dv, "", numerics, "1,10")
-    empty = np.zeros((PAGES, 1, 1, 16, d), np.float32)
-    memory = run(gpu, text, values, state=empty, T=t, P=PAGES)
-    chunk, kept = memory.read(6), memory.state_bytes("kv")
-    written = kept.view(np.float32) if numerics == ATTENTION_EXACT else widened(kept)
-    for at in (0, 127, 149):
+@pytest.mark.parametrize("attrs", ["", ",window=270"])
+def test_a_token_has_the_same_bits_alone_and_in_a_chunk(
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, attrs: str
+) -> None:
+    """Alone its keys are shared out among blocks, range by range; in the chunk a block has all of them."""
+    heads, d, dv, positions = 3, 24, 16, np.array([250, 255, 256, 257, 285])
+    text = latent_text(heads, d, dv, attrs, ATTENTION_EXACT, "1,18")
+    t, state = len(positions), r(18, 1, 1, 16, d)
+    values = {
+        0: r(t, heads * d),
+        1: r(t, d - dv),
+        2: r(t, dv),
+        3: positions,
+        4: [0] * t,
+        5: np.arange(18)[None],
+    }
+    monkeypatch.setattr(latent, "SPLIT", 1)
+    chunk = agree(gpu, text, values, 6, state=state, tolerance=4e-6, T=t, P=18)
+    monkeypatch.undo()
+    written = run(gpu, text, values, state=state, T=t, P=18).state_bytes("kv").view(np.float32)
+    for at in range(t):
         few = {i: np.asarray(v)[at : at + 1] if i != 5 else v for i, v in values.items()}
-        got = run(gpu, text, few, state=written.reshape(empty.shape), T=1, P=PAGES).read(6)
-        assert got.tobytes() == chunk[at : at + 1].tobytes(), at
-
-
-def widened(bf16: np.ndarray) -> F32:  # type: ignore[type-arg]
-    return (bf16.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        got = run(gpu, text, few, state=written.reshape(state.shape), T=1, P=18).read(6)
+        assert got.tobytes() == chunk[at : at + 1].tobytes(), positions[at]
 
 
 @pytest.mark.parametrize("layout", PLAIN)

@@ -42,7 +42,7 @@ struct LatentArgs {
   i64 ranges;
 };
 
-constexpr int PAGES_OF_RANGE = 8;  // whose keys are summed up before they join the others: whoever sums them
+constexpr int PAGES_OF_RANGE = 16;  // whose keys are summed up before they join the others: whoever sums them
 constexpr int MOST_D = 20, MOST_DV = 16;  // channels of a lane
 
 struct Keys {
