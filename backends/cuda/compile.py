@@ -12,21 +12,29 @@ from flashrt import knobs
 from flashrt.errors import DeviceError
 
 SHARED = ("common.cuh", "packed.cuh")  # what all units begin with
-UNITS = ("linear.cu", "gemm.cu", "weights.cu", "attention.cu", "small.cu", "ticks.cu")
+UNITS = (  # files that are compiled together, the slow ones first
+    ("attention.cu",),
+    ("linear.cu", "choices.cuh", "experts.cu"),
+    ("linear.cu", "linear_kernels.cu"),
+    ("gemm.cu",),
+    ("choices.cuh", "expert_tiles.cu"),
+    ("latent.cu",),
+    ("weights.cu", "small.cu", "pairs.cu", "route.cu", "ticks.cu"),
+)
 OPTIONS = ("--std=c++17",)
 
 
 def source(*names: str) -> str:
     """Kernels as one text: all of them, or some files'."""
-    folder = Path(__file__).parent / "source"
-    return "".join((folder / name).read_text("utf-8") for name in names or (*SHARED, *UNITS))
+    folder, every = Path(__file__).parent / "source", dict.fromkeys(name for unit in UNITS for name in unit)
+    return "".join((folder / name).read_text("utf-8") for name in names or (*SHARED, *every))
 
 
 def cubins(arch: str) -> list[bytes]:
     """Machine code for an architecture such as "sm_90", unit by unit: from the cache or compiled now, side by
     side (the largest takes some ten seconds)."""
     with ThreadPoolExecutor(len(UNITS)) as pool:
-        return list(pool.map(lambda unit: _cubin(source(*SHARED, unit), arch), UNITS))
+        return list(pool.map(lambda unit: _cubin(source(*SHARED, *unit), arch), UNITS))
 
 
 def _cubin(text: str, arch: str) -> bytes:

@@ -208,3 +208,23 @@ __device__ __forceinline__ float activated(float x, int act) {
   }
   return x;
 }
+
+__device__ __forceinline__ void put_as(float* y, i64 at, float v, i64 bf16) {
+  if (bf16) ((u16*)y)[at] = (u16)bf16_of(v);
+  else y[at] = v;
+}
+
+__device__ __forceinline__ float element(const char* p, i64 i, int format) {
+  if (format == 0) return ((const float*)p)[i];
+  const u16 h = ((const u16*)p)[i];
+  return format == 1 ? half_to_float(h) : float_of(h);
+}
+
+__device__ __forceinline__ void better(float& v, int& at, float other, int where) {
+  if (other > v || (other == v && where < at)) { v = other; at = where; }
+}
+
+__device__ __forceinline__ float warp_max(float v) {
+  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, o));
+  return v;
+}

@@ -1,112 +1,9 @@
-// Mixtures of experts: which experts a token goes to, products with their weights, weighted sums.
+// Mixtures of experts: products with their weights, weighted sums.
 //
 // Pair p is choice p % top_k of token p / top_k. A product is cut into items, each an expert and some of the pairs that
 // chose it, so that only chosen experts are read, and once for several tokens. `expert_items` finds them; for few pairs
 // each is an item of its own. Pairs whose expert isn't there come last, as those of expert `experts`, and give NaN.
 // Blocks share the tiles of all items evenly and compute as linear.cu does: the bits are those of a linear.
-
-struct RouteArgs {
-  const float* x;
-  i64 x_stride;
-  const float* bias;   // 0: none; for the choice only
-  float* y;            // [rows][top_k numbers, top_k weights]
-  i64 y_stride, experts, top_k;
-  i64 softmax, normalise, groups, top_groups, two;  // two: a group's score is the sum of its two best
-  double scale;
-  const i64* rows;
-};
-
-__device__ __forceinline__ float warp_max(float v) {
-  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, o));
-  return v;
-}
-
-// Experts outside of the best groups get -inf; of equal groups those of lower number are better. room: a number a group.
-__device__ __forceinline__ void keep_best_groups(const RouteArgs& a, float* choice, float* room, int lane) {
-  const int groups = (int)a.groups, size = (int)a.experts / groups;
-  for (int g = lane; g < groups; g += 32) {
-    float best = -INFINITE, second = -INFINITE;
-    for (int i = g * size; i < (g + 1) * size; ++i) {
-      const float v = choice[i];
-      if (v > best) { second = best; best = v; }
-      else second = fmaxf(second, v);
-    }
-    room[g] = a.two && size > 1 ? __fadd_rn(best, second) : best;
-  }
-  __syncwarp();
-  for (int g = lane; g < groups; g += 32) {
-    int better = 0;
-    for (int h = 0; h < groups; ++h) better += room[h] > room[g] || (room[h] == room[g] && h < g);
-    if (better >= a.top_groups)
-      for (int i = g * size; i < (g + 1) * size; ++i) choice[i] = -INFINITE;
-  }
-}
-
-// A warp a token. NaN counts as -inf.
-extern "C" __global__ void __launch_bounds__(32) route(RouteArgs a) {
-  SHARED_BYTES(words);
-  let_others_start();
-  after_others();
-  const i64 row = blockIdx.x;
-  if (row >= *a.rows) return;
-  const int experts = (int)a.experts, top_k = (int)a.top_k, lane = threadIdx.x;
-  float *scores = (float*)words, *choice = scores + experts, *room = choice + experts;
-  const float* x = a.x + row * a.x_stride;
-  float top = -INFINITE, total = 0.f;
-  if (a.softmax) {
-    for (int e = lane; e < experts; e += 32) top = fmaxf(top, x[e]);
-    top = warp_max(top);
-  }
-  for (int e = lane; e < experts; e += 32) {
-    scores[e] = a.softmax ? expf(x[e] - top) : __fdiv_rn(1.f, 1.f + expf(-x[e]));
-    total += scores[e];
-  }
-  total = warp_sum(total);
-  for (int e = lane; e < experts; e += 32) {
-    if (a.softmax) scores[e] = __fdiv_rn(scores[e], total);
-    const float v = a.bias ? __fadd_rn(scores[e], a.bias[e]) : scores[e];
-    choice[e] = v == v ? v : -INFINITE;
-  }
-  __syncwarp();
-  if (a.groups > 1) keep_best_groups(a, choice, room, lane);
-  __syncwarp();
-  float* y = a.y + row * a.y_stride;
-  float sum = 0.f;
-  for (int j = 0; j < top_k; ++j) {
-    float v = -INFINITE;
-    int at = experts;
-    for (int e = lane; e < experts; e += 32) better(v, at, choice[e], e);  // NaN, already chosen, is no better
-    for (int o = 16; o; o >>= 1)
-      better(v, at, __shfl_xor_sync(0xffffffffu, v, o), __shfl_xor_sync(0xffffffffu, at, o));
-    sum = __fadd_rn(sum, scores[at]);
-    if (lane == 0) {
-      y[j] = (float)at;
-      choice[at] = __int_as_float(0x7fc00000);
-      room[j] = scores[at];
-    }
-    __syncwarp();
-  }
-  for (int j = lane; j < top_k; j += 32) {
-    const float weight = a.normalise ? __fdiv_rn(room[j], sum) : room[j];
-    y[top_k + j] = __fmul_rn(weight, (float)a.scale);
-  }
-}
-
-// What a product needs to know of the tokens' choices.
-struct Choices {
-  const float* route;
-  i64 route_stride, experts, top_k;
-  i64 shared;         // the choices of a token share its row of x
-  i64 most;           // pairs of an item
-  int* items;         // how many; of each its expert, its first place in `order`, and how many pairs. 0: a pair each
-  int* order;         // pairs, expert by expert
-  const i64* rows;    // tokens
-};
-
-__device__ __forceinline__ int expert_of(const Choices& c, int pair) {
-  const float e = c.route[(i64)(pair / (int)c.top_k) * c.route_stride + pair % (int)c.top_k];
-  return e >= 0.f && e < (float)c.experts ? (int)e : (int)c.experts;
-}
 
 // One block. Which place a pair has among those of its expert isn't said.
 extern "C" __global__ void __launch_bounds__(512) expert_items(Choices c) {
@@ -132,25 +29,6 @@ extern "C" __global__ void __launch_bounds__(512) expert_items(Choices c) {
   __syncthreads();
   for (int p = threadIdx.x; p < pairs; p += 512) c.order[atomicAdd(next + expert_of(c, p), 1)] = p;
 }
-
-struct Item {
-  int expert, first, count;
-};
-
-__device__ __forceinline__ int items_of(const Choices& c) { return c.items ? c.items[0] : (int)(*c.rows * c.top_k); }
-
-__device__ __forceinline__ Item item_of(const Choices& c, int i) {
-  if (!c.items) return Item{expert_of(c, i), i, 1};
-  const int* from = c.items + 1 + 3 * i;
-  return Item{from[0], from[1], from[2]};
-}
-
-__device__ __forceinline__ int pair_of(const Choices& c, const Item& item, int t) {
-  return c.items ? c.order[item.first + t] : item.first;
-}
-
-// The row of x that a pair has.
-__device__ __forceinline__ i64 row_of(const Choices& c, int pair) { return c.shared ? pair / (int)c.top_k : pair; }
 
 struct ExpertArgs {
   LinearArgs of;     // an expert's product; `w` and `bias` those of expert 0

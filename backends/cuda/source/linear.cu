@@ -678,20 +678,3 @@ __device__ __forceinline__ void linear(const LinearArgs& a) {
   else if (FORMAT != 16 && a.digits == 1) product<FORMAT, NT, true>(a, first, tokens, ring, room);
   else product<FORMAT, NT, false>(a, first, tokens, ring, room);
 }
-
-#define LINEAR(name, format, nt) \
-  extern "C" __global__ void __launch_bounds__(576, 1) name(LinearArgs a) { linear<format, nt>(a); }
-
-LINEAR(linear_q4_1, 4, 1)
-LINEAR(linear_q4_2, 4, 2)
-LINEAR(linear_q4_4, 4, 4)
-LINEAR(linear_q4m_1, 5, 1)
-LINEAR(linear_q4m_2, 5, 2)
-LINEAR(linear_q4m_4, 5, 4)
-LINEAR(linear_q8_1, 8, 1)
-LINEAR(linear_q8_2, 8, 2)
-LINEAR(linear_q8_4, 8, 4)
-LINEAR(linear_bf16_1, 16, 1)
-LINEAR(linear_bf16_2, 16, 2)
-LINEAR(linear_bf16_4, 16, 4)
-

@@ -33,11 +33,6 @@ struct NormArgs {
   const i64* rows;
 };
 
-__device__ __forceinline__ void put_as(float* y, i64 at, float v, i64 bf16) {
-  if (bf16) ((u16*)y)[at] = (u16)bf16_of(v);
-  else y[at] = v;
-}
-
 extern "C" __global__ void __launch_bounds__(512) normalise(NormArgs a) {
   __shared__ float room[16];
   let_others_start();
@@ -196,10 +191,6 @@ struct ArgmaxArgs {
   int* through;  // [N], 0 before and after
   const i64* rows;
 };
-
-__device__ __forceinline__ void better(float& v, int& at, float other, int where) {
-  if (other > v || (other == v && where < at)) { v = other; at = where; }
-}
 
 extern "C" __global__ void __launch_bounds__(512) argmax(ArgmaxArgs a) {
   __shared__ float values[16];

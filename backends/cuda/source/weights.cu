@@ -15,12 +15,6 @@ struct PlainArgs {
   const i64* rows;
 };
 
-__device__ __forceinline__ float element(const char* p, i64 i, int format) {
-  if (format == 0) return ((const float*)p)[i];
-  const u16 h = ((const u16*)p)[i];
-  return format == 1 ? half_to_float(h) : float_of(h);
-}
-
 extern "C" __global__ void linear_plain(PlainArgs a) {
   let_others_start();
   after_others();
