@@ -253,6 +253,14 @@ def _or_none(nvml: Any, ask: Callable[[], Any]) -> Any:
         return None
 
 
+# How many times as fast as FP32 lanes tensor cores multiply bf16 (summed in FP32) and INT8, dense, by compute
+# capability: the vendor's architecture papers. Where GeForce and workstation cards differ, as GeForce has it.
+TENSOR: Mapping[str, tuple[int, int]] = {
+    "8.0": (16, 32), "8.6": (2, 8), "8.9": (2, 8), "9.0": (16, 32), "10.0": (32, 64), "12.0": (2, 8),
+}  # fmt: skip
+LAUNCH = 2.5  # microseconds from the end of a kernel of a recorded step to the work of the next one
+
+
 # ---- as devices --------------------------------------------------------------------
 def device(gpu: Gpu) -> Device | None:
     """The GPU for the machine picture, with rates that follow from its clocks; None when it is lost.
@@ -267,14 +275,18 @@ def device(gpu: Gpu) -> Device | None:
         read = Measured(gpu.max_memory_mhz * 1e6 * 2 * gpu.bus / 8, "reported")
     if gpu.max_sm_mhz and gpu.cores:
         f32 = Measured(gpu.max_sm_mhz * 1e6 * 2 * gpu.cores, "reported")
+    rates = {"f32": f32}
+    if gpu.capability in TENSOR:
+        times = zip(("bf16", "i8"), TENSOR[gpu.capability], strict=True)
+        rates |= {dtype: Measured(f32.value * by, f32.how) for dtype, by in times}
     return Device(
         id=gpu.id,
         kind="gpu",
         name=gpu.name or "NVIDIA GPU",
         memory=gpu.memory,
         read=read,
-        rates={"f32": f32},
-        launch=Measured(10.0, "assumed"),
+        rates=rates,
+        launch=Measured(LAUNCH, "assumed"),
         features=(f"sm_{gpu.capability.replace('.', '')}",) if gpu.capability else (),
         free=gpu.free,
         load=gpu.load,

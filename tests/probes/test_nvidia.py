@@ -142,6 +142,10 @@ def test_as_a_device() -> None:
     assert (device.id, device.kind, device.features, device.kernels) == ("gpu:0", "gpu", ("sm_90",), ())
     assert device.read == Measured(2000e6 * 2 * 5120 / 8, "reported")
     assert device.rates["f32"] == Measured(2000e6 * 2 * 10_000, "reported")
+    assert device.rates["bf16"] == Measured(16 * device.rates["f32"].value, "reported")
+    assert device.rate("act=i8/32 acc=f32") == 32 * device.rates["f32"].value
+    other = nvidia.device(one(nvmlDeviceGetCudaComputeCapability=(7, 5)))
+    assert other is not None and set(other.rates) == {"f32"}
     there, back = nvidia.links(one())
     assert (there.src, there.dst, back.src) == ("cpu:0", "gpu:0", "gpu:0")
     assert there.rate == Measured(3.938e9 * 16, "reported")
