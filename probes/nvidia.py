@@ -276,9 +276,9 @@ def device(gpu: Gpu) -> Device | None:
     if gpu.max_sm_mhz and gpu.cores:
         f32 = Measured(gpu.max_sm_mhz * 1e6 * 2 * gpu.cores, "reported")
     rates = {"f32": f32}
-    if gpu.capability in TENSOR:
-        times = zip(("bf16", "i8"), TENSOR[gpu.capability], strict=True)
-        rates |= {dtype: Measured(f32.value * by, f32.how) for dtype, by in times}
+    if times := TENSOR.get(gpu.capability or ""):
+        both = zip(("bf16", "i8"), times, strict=True)
+        rates |= {dtype: Measured(f32.value * by, f32.how) for dtype, by in both}
     return Device(
         id=gpu.id,
         kind="gpu",

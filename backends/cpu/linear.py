@@ -233,13 +233,15 @@ def quantised_embedding(name: str) -> Kernel:
         blocks, channel = (count + 31) >> 5, id & 15
         group = weights + (id >> 4) * blocks * block_bytes
         scales = group + blocks * quant_bytes + item * channel
-        for k in range(count):
-            q = quant(group + (k >> 5) * quant_bytes, channel, k & 31)
-            at = scales + 16 * item * (k >> shift)
+        for first in range(0, count, 1 << shift):  # numbers that share a scale
+            at = scales + 16 * item * (first >> shift)
             scale = number(at)
-            if minimum:
-                store_f32(y + 4 * k, scale * types.float32(q) + number(at + blocks * scale_bytes))
-            else:
-                store_f32(y + 4 * k, scale * types.float32(q if bits == 8 else q - 8))
+            least = number(at + blocks * scale_bytes) if minimum else types.float32(0)
+            for k in range(first, min(first + (1 << shift), count)):
+                q = quant(group + (k >> 5) * quant_bytes, channel, k & 31)
+                if minimum:
+                    store_f32(y + 4 * k, scale * types.float32(q) + least)
+                else:
+                    store_f32(y + 4 * k, scale * types.float32(q if bits == 8 else q - 8))
 
     return _embedding(decode)

@@ -25,6 +25,7 @@ from flashrt.backends.cpu.intrinsics import (
     store_i64,
     word,
 )
+from flashrt.backends.cpu.vector import LANES, any_above, load, load_whole, store, vdrawable
 
 S = rows.Sample(*range(len(rows.Sample._fields)))
 BUCKETS = rows.SAMPLE_BUCKETS
@@ -66,12 +67,28 @@ def penalised(x, penalty):
 
 
 @inner
+def largest(logits, v):
+    """The index of the largest logit that can be drawn, the first of those."""
+    best, top = types.int64(0), drawable(load_f32(logits))
+    for i in range(0, v, LANES):
+        some = min(LANES, v - i)
+        if some == LANES and not any_above(load_whole(logits + 4 * i), top):
+            continue
+        for j in range(i, i + some):
+            x = drawable(load_f32(logits + 4 * j))
+            if x > top:
+                best, top = types.int64(j), x
+    return best
+
+
+@inner
 def prepare(row, n, values):
     """Logits that can be drawn, penalties applied, into `values`; the largest's index."""
     v, h = word(row, S.v), word(row, S.h)
     logits = word(row, S.logits) + 4 * n * word(row, S.logits_stride)
-    for i in range(v):
-        store_f32(values + 4 * i, drawable(load_f32(logits + 4 * i)))
+    for i in range(0, v, LANES):
+        whole = load(logits + 4 * i, v - i)
+        store(values + 4 * i, vdrawable(whole, types.float32(LARGEST)), v - i)
     penalty = load_f32(word(row, S.penalty) + 4 * n)
     if penalty != 1:
         for i in range(h):
@@ -79,11 +96,7 @@ def prepare(row, n, values):
             if 0 <= id < v:
                 # from the given logit: an id that stands twice counts once
                 store_f32(values + 4 * id, penalised(drawable(load_f32(logits + 4 * id)), penalty))
-    best = 0
-    for i in range(1, v):
-        if load_f32(values + 4 * i) > load_f32(values + 4 * best):
-            best = i
-    return best
+    return largest(values, v)
 
 
 @inner
@@ -218,8 +231,10 @@ def fill_masses(values, masses, v, top, temperature, least, last):
 def pick(row, n, values, list, counts, masses):
     """The token of row n."""
     v = word(row, S.v)
-    best = prepare(row, n, values)
     temperature = types.float64(load_f32(word(row, S.temperature) + 4 * n))
+    if temperature < GREEDY and load_f32(word(row, S.penalty) + 4 * n) == 1:
+        return largest(word(row, S.logits) + 4 * n * word(row, S.logits_stride), v)
+    best = prepare(row, n, values)
     top = types.float64(load_f32(values + 4 * best))
     if temperature < GREEDY or top == -math.inf:
         return best

@@ -8,6 +8,7 @@ rounds once where the processor can, twice where it can't.
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -173,6 +174,18 @@ def vmax(typing, a, b):
         return larger(builder, *args)
 
     return f32x16(f32x16, f32x16), codegen
+
+
+@intrinsic
+def vdrawable(typing, v, most):
+    """NaN as -inf, and no lane above the number."""
+
+    def codegen(context, builder, signature, args):
+        v, most = args[0], splat(builder, args[1])
+        known = builder.select(builder.fcmp_ordered("==", v, v), v, constant(-math.inf))
+        return builder.select(builder.fcmp_ordered("<", known, most), known, most)
+
+    return f32x16(f32x16, types.float32), codegen
 
 
 @intrinsic
