@@ -86,7 +86,6 @@ class Gemm(NamedTuple):
     act: int
     rows: int
     warps: int
-    span: int
     slot_bytes: int
     depth: int
     counts: int

@@ -106,7 +106,8 @@ class GpuDriver:
         )
         self._overlaps = (found.major, found.minor) >= (9, 0)
         self._context = self._check(driver.cuCtxGetCurrent())
-        units = [np.frombuffer(c, np.uint8) for c in cubins(f"sm_{found.major}{found.minor}")]
+        own = "a" if (found.major, found.minor) == (9, 0) else ""  # with what only this architecture has
+        units = [np.frombuffer(c, np.uint8) for c in cubins(f"sm_{found.major}{found.minor}{own}")]
         self._modules = [self._check(driver.cuModuleLoadData(unit.ctypes.data)) for unit in units]
         self._functions: dict[str, Any] = {}
         self._stream = torch.cuda.Stream(self._device)  # kernels

@@ -13,25 +13,23 @@ from flashrt.ir import micro
 from flashrt.ir.ops import LINEAR_BF16
 from flashrt.layouts import LAYOUTS
 
-LEAST, MOST = 9, 256  # tokens of a bucket whose products run here
+LEAST, MOST = 9, 192  # tokens of a bucket whose products run here
 NAMES = {"q4.16x32": "q4", "q4m.16x32": "q4m", "q8.16x32": "q8"}
-MULTIPLY = 8  # warps that multiply, of source/gemm.cu
-THREADS = 32 * (MULTIPLY + 1)
-HEAD = 256  # bytes of barriers
+MULTIPLY, FILL = 8, 4  # warps of source/gemm.cu that multiply and that fill the ring
+THREADS = 32 * (MULTIPLY + FILL)
+FRONT = 1024  # bytes of barriers
+SPAN = 4  # blocks of 32 inputs in a slot of the ring
 DEPTH = 8  # slots of a ring at most
-ENOUGH = 4  # slots of a ring for which it may have larger ones
-FULL = 0.75  # tiles for each processor from which a tile is as large as can be
+ENOUGH = 8  # slots of a block's share from which tiles are as large as can be
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """How a block of threads works. tokens: of a tile, in eights; warps: that have channels of their own;
-    span: blocks of 32 inputs in a slot of the ring; slot: bytes of it; depth: slots; shared: bytes of
-    shared memory."""
+    slot: bytes of one of the ring; depth: slots; shared: bytes of shared memory."""
 
     eights: int
     warps: int
-    span: int
     slot: int
     depth: int
     shared: int
@@ -63,27 +61,27 @@ def gemm(joint: Joint, ops: Operands, acts: Mapping[str, int]) -> Step:
         y.address, y.stride, int(joint.rounded is not None), ops.vector(joint.main.bias),
         residual.address if residual else 0, residual.stride if residual else 0,
         acts[str(gated.attr("act"))] if gated else 0, ops.rows(rows),
-        tile.warps, tile.span, tile.slot, tile.depth, counts.data_ptr(), sums.data_ptr(),
+        tile.warps, tile.slot, tile.depth, counts.data_ptr(), sums.data_ptr(),
     )  # fmt: skip
     return launch(f"gemm_{NAMES[w.layout.name]}_{tile.eights}", (blocks,), THREADS, fields, tile.shared)
 
 
 def tile_of(w: Matrix, n: int, rows: int, ops: Operands) -> Tile:
-    """The largest tile of which there are enough, with slots as large as leave the ring deep enough."""
+    """Larger tiles share activations among more channels, but twice as many sums of tiles that blocks have
+    parts in are handed over: they pay where a block has enough to do between the two ends of its share."""
     eights = next((e for e in (2, 4) if rows <= 8 * e), 8)
     channels = MULTIPLY * (32 if n == w.n else 16)
-    tiles = -(-n // channels) * -(-rows // (8 * eights))
-    warps = MULTIPLY if tiles >= FULL * ops.limits.processors else MULTIPLY // 2
-    taken = HEAD + (warps * 8 * eights * 32 * 4 if warps < MULTIPLY else 0)
-    rings = [_ring(w.layout.name, warps, eights, span, ops.limits.shared - taken) for span in (8, 4, 2)]
-    span, slot, depth = next(
-        (ring for ring in rings if ring[2] >= ENOUGH), max(rings, key=lambda ring: ring[2])
-    )
-    return Tile(eights, warps, span, slot, depth, taken + slot * depth)
+    slots = -(-n // channels) * -(-rows // (8 * eights)) * -(-w.k // (32 * SPAN))
+    large = _tile(w.layout.name, eights, MULTIPLY, ops.limits.shared)
+    if -(-slots // ops.limits.processors) >= ENOUGH and large.depth > 1:
+        return large
+    return _tile(w.layout.name, eights, MULTIPLY // 2, ops.limits.shared)
 
 
-def _ring(layout: str, warps: int, eights: int, span: int, free: int) -> tuple[int, int, int]:
-    """A ring of slots of so many blocks of 32 inputs in so many bytes: span, bytes of a slot, and slots."""
-    pitch = span * 64 + (32 if layout == "q8.16x32" else 64)  # as `x_pitch` in source/gemm.cu
-    slot = 2 * warps * span * LAYOUTS[layout].group_bytes(32) + 8 * eights * pitch
-    return span, slot, min(DEPTH, free // slot)
+def _tile(layout: str, eights: int, warps: int, shared: int) -> Tile:
+    """With as many slots as so much shared memory holds."""
+    taken = FRONT + (warps * 8 * eights * 32 * 4 if warps < MULTIPLY else 0)
+    slot = SPAN * (2 * warps * LAYOUTS[layout].group_bytes(32) + 8 * eights * 64)
+    slot = -(-slot // 1024) * 1024
+    depth = min(DEPTH, (shared - taken) // slot)
+    return Tile(eights, warps, slot, depth, taken + slot * depth)

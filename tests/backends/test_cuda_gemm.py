@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flashrt.backends.cuda import CudaBackend, CudaDevice, gemm, missing
-from flashrt.backends.cuda.args import Step
+from flashrt.backends.cuda import CudaBackend, CudaDevice, args, gemm, missing
+from flashrt.backends.cuda.args import Launch, Step
 from flashrt.backends.cuda.operands import Limits, Matrix, Operands
 from flashrt.ir.ops import LINEAR_BF16
 from flashrt.layouts import LAYOUTS, U8, pack_plain, unpack
@@ -32,14 +32,34 @@ KIB = 1 << 10
 def test_a_ring_fits_beside_what_warps_hand_over(layout: str, shared: int) -> None:
     ops = cast(Operands, SimpleNamespace(limits=Limits(132, shared, shared + KIB)))
     for n, k, gated in [(16, 32, False), (4096, 14336, False), (28672, 4096, True), (128256, 4096, False)]:
-        for rows in (1, 16, 17, 64, 256):
+        for rows in (1, 16, 17, 64, gemm.MOST):
             w = Matrix(0, n, k, LAYOUTS[layout])
             tile = gemm.tile_of(w, n // 2 if gated else n, rows, ops)
             handed = 0 if tile.warps == gemm.MULTIPLY else tile.warps * 8 * tile.eights * 128
-            assert gemm.HEAD + handed + tile.slot * tile.depth == tile.shared <= shared
+            assert gemm.FRONT + handed + tile.slot * tile.depth == tile.shared <= shared
             assert 2 <= tile.depth <= gemm.DEPTH
-            assert tile.span % 2 == 0 and tile.slot % 128 == 0
+            assert tile.slot % 1024 == 0
             assert 8 * tile.eights >= min(rows, 64)
+
+
+@pytest.mark.parametrize(
+    "n,k,gated,rows,warps",
+    [
+        (28672, 4096, True, 16, 8),
+        (4096, 14336, False, 16, 8),
+        (128256, 4096, False, 64, 8),
+        (6144, 4096, False, 64, 4),
+        (4096, 4096, False, 64, 4),
+        (4096, 4096, False, 128, 8),
+    ],
+    ids=["gate_up", "down", "head", "qkv", "o", "o of many"],
+)
+def test_tiles_are_large_where_blocks_have_much_to_do(
+    n: int, k: int, gated: bool, rows: int, warps: int
+) -> None:
+    ops = cast(Operands, SimpleNamespace(limits=Limits(132, 227 * KIB, 228 * KIB)))
+    w = Matrix(0, n, k, LAYOUTS["q4.16x32"])
+    assert gemm.tile_of(w, n // 2 if gated else n, rows, ops).warps == warps
 
 
 # ---- the kernels -----------------------------------------------------------------------
@@ -110,38 +130,61 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     found: list[Step] = []
     make = gemm.gemm
 
-    def kept(*args: Any) -> Step:
-        found.append(make(*args))
+    def kept(*given: Any) -> Step:
+        found.append(make(*given))
         return found[-1]
 
     monkeypatch.setattr(gemm, "gemm", kept)
     return found
 
 
+def on(monkeypatch: pytest.MonkeyPatch, device: CudaDevice, processors: int, **more: int) -> None:
+    """Lets so many blocks share the work: few have large tiles."""
+    limits = replace(device.driver.limits, processors=processors, **more)
+    monkeypatch.setattr(device.driver, "limits", limits)
+
+
+def warps(step: Step) -> int:
+    """Those that have channels of their own, in a tile of a launch."""
+    assert isinstance(step, Launch) and isinstance(step.fields, args.Gemm)
+    return step.fields.warps
+
+
 @pytest.mark.parametrize("layout", gemm.NAMES)
 @pytest.mark.parametrize(
-    "n,k,t,epilogue",
+    "n,k,t,epilogue,processors",
     [
-        (48, 72, 9, "+bias+residual"),  # no whole tile, and inputs that end within a block
-        (75, 1632, 16, ""),  # more slots than the ring has
-        (300, 320, 33, "+residual"),  # several tiles of channels
-        (257, 136, 70, "+bias"),  # and of tokens
-        (16, 32, 256, ""),
-        (5, 40, 130, "+bias+residual"),
+        (48, 72, 9, "+bias+residual", 60),  # no whole tile, and inputs that end within a block
+        (75, 1632, 16, "", 60),
+        (75, 1632, 16, "", 1),  # more slots than the ring has
+        (300, 604, 33, "+residual", 1),  # several tiles of channels
+        (257, 136, 70, "+bias", 60),  # and of tokens
+        (257, 584, 70, "+bias", 2),
+        (16, 32, 192, "", 60),
+        (5, 40, 130, "+bias+residual", 60),
     ],
 )
 def test_it_differs_from_rounded_weights_only_in_the_order_of_sums(
-    gpu: CudaDevice, launched: list[Step], layout: str, n: int, k: int, t: int, epilogue: str
+    gpu: CudaDevice,
+    launched: list[Step],
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    n: int,
+    k: int,
+    t: int,
+    epilogue: str,
+    processors: int,
 ) -> None:
+    on(monkeypatch, gpu, processors)
     x, more, bias, w = r(t, k), r(t, n), r(n), packed(layout, n, k)
     memory = run(gpu, product(layout, n, k, epilogue), {0: x, 2: more}, {"w": w, "b": f32(bias)}, T=t)
-    assert len(launched) == 1 and guard_intact(memory)
+    assert [warps(step) for step in launched] == [8 if processors < 60 else 4] and guard_intact(memory)
     want = bf16(x).astype(np.float64) @ weights(layout, w, n, k).T.astype(np.float64)
     want = want + (bias if "bias" in epilogue else 0) + (more if "residual" in epilogue else 0)
     close(memory.read(1), want.astype(np.float32))
 
 
-@pytest.mark.parametrize("t", [1, 8, 9, 17, 64, 256, 257])
+@pytest.mark.parametrize("t", [1, 8, 9, 17, 64, 192, 193])
 def test_as_the_reference_on_either_side_of_the_bounds(gpu: CudaDevice, launched: list[Step], t: int) -> None:
     n, k = 40, 96
     values, blocks = {0: r(t, k), 2: r(t, n)}, {"w": packed("q4.16x32", n, k), "b": f32(r(n))}
@@ -172,19 +215,29 @@ def act(name: str, x: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(x > 0, x, 0)
 
 
-@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("rounded,processors", [(False, 60), (True, 1)])
 @pytest.mark.parametrize("layout,name,n,k,t", [
-    ("q4.16x32", "silu", 208, 1120, 40), ("q4m.16x32", "relu", 16, 72, 12), ("q8.16x32", "silu", 80, 96, 66),
+    ("q4.16x32", "silu", 208, 1120, 40), ("q4m.16x32", "relu", 16, 968, 9), ("q8.16x32", "silu", 80, 488, 66),
 ])  # fmt: skip
 def test_gate_and_up(
-    gpu: CudaDevice, launched: list[Step], layout: str, name: str, n: int, k: int, t: int, rounded: bool
+    gpu: CudaDevice,
+    launched: list[Step],
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    name: str,
+    n: int,
+    k: int,
+    t: int,
+    rounded: bool,
+    processors: int,
 ) -> None:
+    on(monkeypatch, gpu, processors)
     text = mlp(layout, n, k).replace("ACT", name)
     if rounded:
         text += f"quantize {AT} src=%3 dst=%4 scheme=bf16\n"
     x, w = r(t, k), packed(layout, 2 * n, k)
     memory = run(gpu, text, {0: x}, {"w": w}, T=t)
-    assert len(launched) == 1 and guard_intact(memory)
+    assert [warps(step) for step in launched] == [8 if processors < 60 else 4] and guard_intact(memory)
     both = bf16(x).astype(np.float64) @ weights(layout, w, 2 * n, k).T.astype(np.float64)
     want = (act(name, both[:, :n]) * both[:, n:]).astype(np.float32)
     if rounded:
@@ -224,9 +277,7 @@ def test_any_number_of_blocks_shares_the_work(
     in whatever order warps run, with the smallest ring."""
     n, k, t = 272, 672, 19
     x, w = r(t, k), packed(layout, n, k)
-    monkeypatch.setattr(
-        gpu.driver, "limits", replace(gpu.driver.limits, processors=processors, shared=99 * KIB)
-    )
+    on(monkeypatch, gpu, processors, shared=99 * KIB)
     text = product(layout, n, k, "")
     first = run(gpu, text, {0: x}, {"w": w}, T=t, times=2)
     want = bf16(x).astype(np.float64) @ weights(layout, w, n, k).T.astype(np.float64)

@@ -13,7 +13,8 @@ typedef unsigned char u8;
 #define LARGEST 3.402823466e38f
 
 #ifndef EMULATED
-#define SHARED_BYTES(name) extern __shared__ __align__(16) char name[]
+#define SHARED_BYTES_AT(name, alignment) extern __shared__ __align__(alignment) char name[]
+#define SHARED_BYTES(name) SHARED_BYTES_AT(name, 16)
 
 __device__ __forceinline__ void after_others() {
 #if __CUDA_ARCH__ >= 900
@@ -119,10 +120,61 @@ __device__ __forceinline__ void bulk_ahead(void* to, const void* from, int bytes
 #define BULK 1
 #else
 constexpr int FILLERS = 32;
+#endif
 // A lane arrives when the copies that it began are there.
 __device__ __forceinline__ void barrier_copied(u64* b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory");
 }
+// Four words of a lane: word j of row g of chunks c…c+3, where a row has 128 bytes and chunk i of row r lies at i ^ r.
+__device__ __forceinline__ void load_matrices(u32* d, const char* rows, int c) {
+  const u32 lane = threadIdx.x & 31, row = lane & 7;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(shared_address(rows) + row * 128 + (((lane >> 3) + c ^ row) << 4)) : "memory");
+}
+// Before a barrier is told that shared memory is written which tensor cores read by themselves.
+__device__ __forceinline__ void written_for_tensor_cores() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define WGMMA 1
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void products_but() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+#define SUMS_8(d) \
+  "+f"((d)[0]), "+f"((d)[1]), "+f"((d)[2]), "+f"((d)[3]), "+f"((d)[4]), "+f"((d)[5]), "+f"((d)[6]), "+f"((d)[7])
+// d += a·b for the 64 rows of four warps, 16 inputs and 8·NT tokens: b lies in shared memory, as `load_matrices` takes it.
+template <int NT>
+__device__ __forceinline__ void wgmma(float* d, const u32* a, const char* b) {
+  // 8 rows of 128 bytes are 1024 bytes apart from the next ones; chunks are swizzled
+  const u64 rows = (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | (shared_address(b) >> 4 & 0x3fff);
+  if constexpr (NT == 2)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, 1, 1, 1, 0;"
+        : SUMS_8(d)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows));
+  else if constexpr (NT == 4)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
+        : SUMS_8(d), SUMS_8(d + 8)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows));
+  else
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
+        : SUMS_8(d), SUMS_8(d + 8), SUMS_8(d + 16), SUMS_8(d + 24)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows));
+}
+#undef SUMS_8
+#else
+template <int N>
+__device__ __forceinline__ void products_but() {}
 #endif
 // Threads that share a barrier of the block: number `id`, `threads` of them.
 __device__ __forceinline__ void meet(int id, int threads) {

@@ -2,8 +2,8 @@
 // that `unpack` makes of them, and meet tiles of tokens on tensor cores.
 //
 // A tile is 32 channels for each of `warps` warps and 8·NT tokens. With fewer than eight such warps, two share channels
-// and take turns with the inputs: the second one hands its sums to the first. A ninth warp copies weights and
-// activations into a ring in shared memory; weights are on their way while the kernel before ends.
+// and take turns with the inputs: the second one hands its sums to the first. Four more warps fill a ring in shared
+// memory with weights and activations; weights are on their way while the kernel before ends.
 //
 // All tiles' inputs, in slots of the ring, are dealt out to the blocks as evenly as can be, one tile behind the other. A
 // tile that several blocks have a part in is added up, in their order, by the last that is through.
@@ -23,16 +23,17 @@ struct GemmArgs {
   i64 residual_stride, act;
   const i64* rows;           // tokens in this step
   i64 warps;                 // with channels of their own: 8 or 4
-  i64 span;                  // blocks of 32 inputs in one slot of the ring, an even number
   i64 slot_bytes, depth;     // of the ring
   int* counts;               // [blocks][8], zeros: parts that are through of the tile that begins in a block and ends in another
   float4* sums;              // [blocks][2][warps][2·NT][32]: of a tile that began in a block before, or in this one
 };
 
-constexpr int MULTIPLY = 8;  // warps; behind them one that copies
-
-template <int FORMAT>
-__device__ __forceinline__ int x_pitch(int span) { return span * 64 + (FORMAT == 8 ? 32 : 64); }
+constexpr int MULTIPLY = 8, FILL = 4;  // warps; those that fill are behind those that multiply
+constexpr int SPAN = 4;                // blocks of 32 inputs in one slot of the ring
+constexpr int FRONT = 1024;            // bytes of shared memory for barriers: slots begin at whole 1024 bytes
+// Arrivals that make a slot full: of each filling lane when its copies are there, and of each filling warp when its
+// activations are.
+constexpr int ARRIVALS = FILL * 33;
 
 // A block's share of the work. A unit: a slot's inputs of one tile.
 struct Share {
@@ -44,8 +45,8 @@ struct Share {
 
 __device__ __forceinline__ Share share_of(const GemmArgs& a, int width) {
   Share s;
-  const int nblk = ((int)a.k + 31) / 32, span = (int)a.span, wide = (int)a.warps * (a.second ? 16 : 32);
-  s.chunks = (nblk + span - 1) / span;
+  const int nblk = ((int)a.k + 31) / 32, wide = (int)a.warps * (a.second ? 16 : 32);
+  s.chunks = (nblk + SPAN - 1) / SPAN;
   s.tokens = (int)from_host(a.rows);
   s.columns = (s.tokens + width - 1) / width;
   const int all = ((int)a.n + wide - 1) / wide * s.columns * s.chunks;
@@ -55,87 +56,152 @@ __device__ __forceinline__ Share share_of(const GemmArgs& a, int width) {
   return s;
 }
 
-// What the copying warp does.
+// What a filling warp does. A slot: activations, then weights, of one group of 16 channels after the other.
+//
+// Activations lie in pieces of 64 inputs, in each of which a token has 128 bytes; 16-byte chunk c of token t is at c ^ t % 8
+// there, as tensor cores take it. A chunk has two inputs of each of the four lanes that share a row, in the order in which
+// `unpack_rows` has them: for the first product of a block chunks 0 and 1, for the second one 2 and 3.
 template <int FORMAT, int NT>
 struct Filler {
+  static constexpr int EACH = 2 * MULTIPLY / FILL;        // groups of a warp, at most
+  static constexpr int PARTS = FORMAT == 5 ? 2 : 1;       // behind the quants
+  static constexpr int ROWS = 4 * FILL, AT_ONCE = 8 * NT / ROWS;  // rows of 128 bytes that all copy at once; of a piece
+  static constexpr int PIECES = 2 * AT_ONCE;              // of 16 bytes, of a lane
   const GemmArgs& a;
   const Share& share;
   const Ring& ring;
-  int lane, nblk, span;
+  int warp, lane, nblk;
+  int groups;                  // of this warp
+  int tile, chunk;             // weights: of the unit whose turn it is
+  const char* quants[EACH];    // this lane's first ones
+  const char* scales;
+  int x_tile, x_chunk, left;   // activations: of the unit to be read next; inputs left in the one that is in `x`
+  uint4 x[PIECES];
 
-  __device__ __forceinline__ int count(int chunk) const {
-    return nblk - chunk * span < span ? nblk - chunk * span : span;
-  }
-  __device__ __forceinline__ void copy(void* to, const void* from, int bytes, u64* full) const {
-#ifdef BULK
-    bulk_ahead(to, from, bytes, full);
-#else
-    for (int c = 0; c < bytes; c += 16) copy_ahead((char*)to + c, (const char*)from + c, true);
-#endif
-  }
-
-  // Announces a unit, and copies its weights: for each group of 16 channels quants, scales and, with q4m, minima.
-  __device__ __forceinline__ void weights(int unit, int slot) const {
-    constexpr int PARTS = FORMAT == 5 ? 3 : 2;
-    const int tile = unit / share.chunks, chunk = unit - tile * share.chunks, blocks = count(chunk);
-    const int row = tile / share.columns, warps = (int)a.warps, b = chunk * span;
+  // Weights of a tile.
+  __device__ __forceinline__ void aim() {
+    const int row = tile / share.columns, warps = (int)a.warps;
     const int last = (int)((a.second ? a.second + a.second : (a.n + 15) / 16) - 1);
-    char* to = ring.slots + slot * ring.slot_bytes;
-    u64* full = ring.full + slot;
-#ifdef BULK
-    if (lane == 0) barrier_expect(full, 2 * warps * blocks * BLOCK<FORMAT> + held(tile) * blocks * 64);
-    __syncwarp();
-#endif
-    for (int i = lane; i < 2 * warps * PARTS; i += 32) {
-      const int part = i / (2 * warps), u = i - part * 2 * warps;  // group u: the half u & 1 of warp u / 2
+    const i64 size = group_bytes(nblk, FORMAT);
+    auto source = [&](int u) {  // group u: the half u & 1 of warp u / 2
       const int group = a.second ? row * warps + (u >> 1) + (u & 1) * (int)a.second : row * 2 * warps + u;
-      const int before = part ? QUANTS<FORMAT> + (part - 1) * 32 : 0, each = part ? 32 : QUANTS<FORMAT>;
-      copy(to + span * (u * BLOCK<FORMAT> + before),
-           a.w + group_bytes(nblk, FORMAT) * (group < last ? group : last) + (i64)nblk * before + b * each,
-           blocks * each, full);
+      return a.w + size * (group < last ? group : last);
+    };
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) quants[i] = source(warp * groups + i) + lane * 16;
+    const int own = lane >> 3 < groups ? lane >> 3 : groups - 1;
+    scales = source(warp * groups + own) + (i64)nblk * QUANTS<FORMAT> + (lane & 7) * 16;
+  }
+
+  // Copies the next unit's weights: for each group of 16 channels quants, scales and, with q4m, minima.
+  __device__ __forceinline__ void weights(int slot) {
+    const int blocks = nblk - chunk * SPAN;
+    const int from = chunk * SPAN * QUANTS<FORMAT>;
+    u64* full = ring.full + slot;
+    char* to = ring.slots + slot * ring.slot_bytes + SPAN * 8 * NT * 64 + warp * groups * SPAN * BLOCK<FORMAT>;
+    char* there = to + lane * 16;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+      if (i < groups)
+#pragma unroll
+        for (int c = 0; c < SPAN * QUANTS<FORMAT>; c += 512)
+          if (c + lane * 16 < blocks * QUANTS<FORMAT>)
+            copy_ahead(there + i * SPAN * BLOCK<FORMAT> + c, quants[i] + from + c, true);
+    if (lane >> 3 < groups && (lane & 7) < blocks * 2)
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part)
+        copy_ahead(to + (lane >> 3) * SPAN * BLOCK<FORMAT> + SPAN * (QUANTS<FORMAT> + part * 32) + (lane & 7) * 16,
+                   scales + (i64)nblk * part * 32 + chunk * SPAN * 32, true);
+    barrier_copied(full);
+    if (++chunk == share.chunks) { chunk = 0; ++tile; aim(); }
+  }
+
+  // Begins to read the next unit's activations: row by row, a lane's chunk in its row is always the same.
+  __device__ __forceinline__ void read() {
+    const int row = warp * 4 + (lane >> 3), c = lane & 7, first = x_tile % share.columns * 8 * NT;
+    const int tokens = share.tokens - first - row;
+    const i64 stride = a.x_stride * 2;
+    const char* from = a.x + (first + row) * stride + x_chunk * SPAN * 64 + c * 16;
+    left = (int)a.k - x_chunk * SPAN * 32;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i, from += ROWS * stride)
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece)
+        if (i * ROWS < tokens && piece * 64 + c * 8 < left)
+          x[piece * AT_ONCE + i] = from_others((const uint4*)(from + piece * 128));
+    if (++x_chunk == share.chunks) { x_chunk = 0; ++x_tile; }
+  }
+
+  // Writes them; zeros for what lies behind the inputs.
+  __device__ __forceinline__ void write(int slot) {
+    const int row = warp * 4 + (lane >> 3), c = lane & 7;
+    if (left < SPAN * 32)
+#pragma unroll
+      for (int i = 0; i < PIECES; ++i) {
+        const int some = left - i / AT_ONCE * 64 - c * 8;
+        u32 w[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) w[e] = 2 * e + 1 < some ? w[e] : 2 * e < some ? w[e] & 0xffffu : 0u;
+        x[i] = make_uint4(w[0], w[1], w[2], w[3]);
+      }
+    char* to = ring.slots + slot * ring.slot_bytes + row * 128;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int into = FORMAT == 8 ? (c & 6) + (e & 1) : (c & 4) + e, of = FORMAT == 8 ? (c & 1) * 2 + (e >> 1) : c & 3;
+      char* there = to + ((into ^ (row & 7)) << 4) + of * 4;
+#pragma unroll
+      for (int i = 0; i < PIECES; ++i)
+        *(u32*)(there + i * ROWS * 128) = e == 0 ? x[i].x : e == 1 ? x[i].y : e == 2 ? x[i].z : x[i].w;
     }
+    written_for_tensor_cores();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(ring.full + slot);
   }
 
-  // Tokens of a tile.
-  __device__ __forceinline__ int held(int tile) const {
-    const int left = share.tokens - tile % share.columns * 8 * NT;
-    return left < 8 * NT ? left : 8 * NT;
-  }
-
-  // Copies a unit's activations.
-  __device__ __forceinline__ void activations(int unit, int slot) const {
-    const int tile = unit / share.chunks, chunk = unit - tile * share.chunks, blocks = count(chunk), tokens = held(tile);
-    const char* from = a.x + ((i64)(tile % share.columns) * 8 * NT * a.x_stride + chunk * span * 32) * 2;
-    char* to = ring.slots + slot * ring.slot_bytes + span * 2 * (int)a.warps * BLOCK<FORMAT>;
-    for (int t = lane; t < tokens; t += 32)
-      copy(to + t * x_pitch<FORMAT>(span), from + t * a.x_stride * 2, blocks * 64, ring.full + slot);
-#ifndef BULK
-    barrier_copied(ring.full + slot);
-#endif
-  }
-
-  __device__ __forceinline__ void run() const {
-    const int first = share.end - share.begin < ring.depth ? share.end - share.begin : ring.depth;
-    for (int i = 0; i < first; ++i) weights(share.begin + i, i);
+  __device__ __forceinline__ void run() {
+    const int units = share.end - share.begin, first = units < ring.depth ? units : ring.depth;
+    groups = 2 * (int)a.warps / FILL;
+    tile = x_tile = share.begin / share.chunks;
+    chunk = x_chunk = share.begin - tile * share.chunks;
+    aim();
+    for (int i = 0; i < first; ++i) weights(i);
     after_others();
-    for (int i = 0; i < first; ++i) activations(share.begin + i, i);
+    read();
     Turn turn;
-    for (int unit = share.begin + first; unit < share.end; ++unit, turn.next(ring.depth)) {
-      barrier_wait(ring.empty + turn.slot, turn.parity);
-      weights(unit, turn.slot);
-      activations(unit, turn.slot);
+#pragma unroll 1
+    for (int i = 0; i < units; ++i, turn.next(ring.depth)) {
+      if (i >= first) {
+        barrier_wait(ring.empty + turn.slot, turn.parity ^ 1);
+        weights(turn.slot);
+      }
+      write(turn.slot);
+      if (i + 1 < units) read();
     }
   }
 };
 
 // A lane's weights of a block of 32 inputs in rows 2g and 2g+1 of a group, as bf16 for two products of 16 inputs: j, the
 // lane's number among four, has inputs 8j…8j+7 or, with q8, 4j…4j+3 and 16+4j…16+4j+3.
+struct Rows {
+  uint2 q, behind;  // behind: q8's second half
+  u32 scales, minima;
+};
+
+template <int FORMAT>
+__device__ __forceinline__ Rows rows_of(const char* quants, const char* scales, int minima) {
+  Rows r;
+  r.q = *(const uint2*)quants;
+  r.scales = *(const u32*)scales;
+  if constexpr (FORMAT == 8) r.behind = *(const uint2*)(quants + 256);
+  if constexpr (FORMAT == 5) r.minima = *(const u32*)(scales + minima);
+  return r;
+}
+
 // nibbles: 0x000f000f.
 template <int FORMAT>
-__device__ __forceinline__ void unpack_rows(
-    const char* quants, const char* scales, int minima, u32 nibbles, u32 (*a)[4]) {
-  const uint2 q = *(const uint2*)quants;
-  const u32 both = *(const u32*)scales;
+__device__ __forceinline__ void unpack_rows(const Rows& rows, u32 nibbles, u32 (*a)[4]) {
+  const uint2 q = rows.q;
+  const u32 both = rows.scales;
   if constexpr (FORMAT == 4) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -154,10 +220,8 @@ __device__ __forceinline__ void unpack_rows(
       a[1][r] = pairs[1]; a[1][2 + r] = pairs[3];
     }
   } else {
-    uint2 behind;
-    u32 least = 0;
-    if constexpr (FORMAT == 8) behind = *(const uint2*)(quants + 256);
-    else least = *(const u32*)(scales + minima);
+    const uint2 behind = rows.behind;
+    const u32 least = rows.minima;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float scale = half_to_float((u16)(r ? both >> 16 : both));
@@ -180,47 +244,28 @@ __device__ __forceinline__ void unpack_rows(
   }
 }
 
-// A lane's activations of one token in a block of 32 inputs, for two products: the inputs of `unpack_rows`. ENDS: the
-// inputs may end in the block, `left` of it are some.
-template <int FORMAT, bool ENDS>
-__device__ __forceinline__ uint4 activations(const char* x, int j, int left) {
-  uint4 v;
-  if constexpr (FORMAT == 8) {
-    const uint2 first = *(const uint2*)(x + j * 8), second = *(const uint2*)(x + j * 8 + 32);
-    v = make_uint4(first.x, first.y, second.x, second.y);
-  } else {
-    v = *(const uint4*)(x + j * 16);
-  }
-  if (ENDS) {
-    u32 w[4] = {v.x, v.y, v.z, v.w};
+// Adds a block of 32 inputs to sums[group][tile of 8 tokens][4]; with WGMMA while the threads go on, until
+// `products_but<N>` says that all but the last N blocks are through. w: [group][product][4]; x: the block's piece of 64
+// inputs; half: which half of it.
+template <int NT>
+__device__ __forceinline__ void multiply(float (*sums)[NT][4], u32 (*w)[2][4], const char* x, int half) {
+#ifdef WGMMA
+  products_begin();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = FORMAT == 8 ? 4 * j + (i & 1) * 2 + (i >> 1) * 16 : 8 * j + 2 * i;
-      w[i] = at + 1 < left ? w[i] : at < left ? w[i] & 0xffffu : 0u;
-    }
-    v = make_uint4(w[0], w[1], w[2], w[3]);
-  }
-  return v;
-}
-
-// Adds a block of 32 inputs to sums[group][tile of 8 tokens][4].
-template <int FORMAT, int NT, bool ENDS>
-__device__ __forceinline__ void multiply(
-    const char* quants, const char* scales, int span, const char* x, int j, int left, u32 nibbles,
-    float (*sums)[NT][4]) {
-  u32 w[2][2][4];
-#pragma unroll
-  for (int u = 0; u < 2; ++u)
-    unpack_rows<FORMAT>(quants + u * span * BLOCK<FORMAT>, scales + u * span * BLOCK<FORMAT>, span * 32, nibbles, w[u]);
+  for (int i = 0; i < 4; ++i) wgmma<NT>(&sums[i & 1][0][0], w[i & 1][i >> 1], x + half * 64 + (i >> 1) * 32);
+  products_end();
+#else
 #pragma unroll
   for (int t = 0; t < NT; ++t) {
-    const uint4 v = activations<FORMAT, ENDS>(x + t * 8 * x_pitch<FORMAT>(span), j, left);
+    u32 v[4];
+    load_matrices(v, x + t * 1024, half * 4);
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      mma(sums[u][t], w[u][0][0], w[u][0][1], w[u][0][2], w[u][0][3], v.x, v.y);
-      mma(sums[u][t], w[u][1][0], w[u][1][1], w[u][1][2], w[u][1][3], v.z, v.w);
+      mma(sums[u][t], w[u][0][0], w[u][0][1], w[u][0][2], w[u][0][3], v[0], v[1]);
+      mma(sums[u][t], w[u][1][0], w[u][1][1], w[u][1][2], w[u][1][3], v[2], v[3]);
     }
   }
+#endif
 }
 
 // Two neighbouring channels of a token. even: there are always two, which are read and written at once.
@@ -331,10 +376,9 @@ __device__ __forceinline__ bool whole_tile(
 template <int FORMAT, int NT>
 __device__ __forceinline__ void tiles(const GemmArgs& a, const Share& share, const Ring& ring, float* handed, int number, int lane) {
   const int warps = (int)a.warps, warp = number % warps, turn_of = number / warps, turns = MULTIPLY / warps;
-  const int g = lane >> 2, j = lane & 3, nblk = ((int)a.k + 31) / 32, span = (int)a.span;
-  const int group = 2 * warp * span * BLOCK<FORMAT>;
-  const int quants = group + j * 64 + g * 8, scales = group + span * QUANTS<FORMAT> + g * 4;
-  const int x = 2 * warps * span * BLOCK<FORMAT> + g * x_pitch<FORMAT>(span);
+  const int g = lane >> 2, j = lane & 3, nblk = ((int)a.k + 31) / 32;
+  const int group = SPAN * 8 * NT * 64 + 2 * warp * SPAN * BLOCK<FORMAT>;
+  const int quants = group + j * 64 + g * 8, scales = group + SPAN * QUANTS<FORMAT> + g * 4;
   float* shared_sums = handed + (warp * 8 * NT) * 32 + lane;
   const u32 nibbles = in_register(0x000f000fu);
   Turn turn;
@@ -348,23 +392,38 @@ __device__ __forceinline__ void tiles(const GemmArgs& a, const Share& share, con
     for (int i = 0; i < 8 * NT; ++i) flat[i] = 0.f;
     for (; unit < share.end && chunk < share.chunks; ++unit, ++chunk) {
       if (unit + 1 == share.end) let_others_start();
-      const int blocks = nblk - chunk * span < span ? nblk - chunk * span : span;
+      const int blocks = nblk - chunk * SPAN < SPAN ? nblk - chunk * SPAN : SPAN;
       const char* slot = ring.slots + turn.slot * ring.slot_bytes;
       barrier_wait(ring.full + turn.slot, turn.parity);
-      const int left = (int)a.k - chunk * span * 32;
-      const char* q = slot + quants;
-      int b = turn_of;
-      if (left >= blocks * 32)
-        for (; b + turns < blocks; b += 2 * turns)  // one's weights are unpacked while the other's are multiplied
+      auto load = [&](int b, Rows* rows) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int at = b + i * turns;
-            multiply<FORMAT, NT, false>(q + at * QUANTS<FORMAT>, slot + scales + at * 32, span, slot + x + at * 64, j, 32,
-                                        nibbles, sums);
-          }
-      for (; b < blocks; b += turns)
-        multiply<FORMAT, NT, true>(q + b * QUANTS<FORMAT>, slot + scales + b * 32, span, slot + x + b * 64, j,
-                                   left - b * 32, nibbles, sums);
+        for (int u = 0; u < 2; ++u)
+          rows[u] = rows_of<FORMAT>(slot + quants + u * SPAN * BLOCK<FORMAT> + b * QUANTS<FORMAT>,
+                                    slot + scales + u * SPAN * BLOCK<FORMAT> + b * 32, SPAN * 32);
+      };
+      auto add = [&](int b, const Rows* rows, u32 (*w)[2][4]) {
+#pragma unroll
+        for (int u = 0; u < 2; ++u) unpack_rows<FORMAT>(rows[u], nibbles, w[u]);
+        multiply<NT>(sums, w, slot + (b >> 1) * (8 * NT * 128), b & 1);
+      };
+      int b = turn_of;
+      for (; b + turns < blocks; b += 2 * turns) {  // one's weights are unpacked while the other's are multiplied
+        Rows rows[2][2];
+        u32 w[2][2][2][4];
+        load(b, rows[0]);
+        load(b + turns, rows[1]);
+        add(b, rows[0], w[0]);
+        products_but<1>();
+        add(b + turns, rows[1], w[1]);
+        products_but<1>();
+      }
+      if (b < blocks) {
+        Rows rows[2];
+        u32 w[2][2][4];
+        load(b, rows);
+        add(b, rows, w);
+      }
+      products_but<0>();
       __syncwarp();
       if (lane == 0) barrier_arrive(ring.empty + turn.slot);
       turn.next(ring.depth);
@@ -386,21 +445,21 @@ __device__ __forceinline__ void tiles(const GemmArgs& a, const Share& share, con
 
 template <int FORMAT, int NT>
 __device__ __forceinline__ void gemm(const GemmArgs& a) {
-  SHARED_BYTES(shared);
+  SHARED_BYTES_AT(shared, 1024);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const Share share = share_of(a, 8 * NT);
   if (share.begin >= share.end) { after_others(); return; }
-  float* handed = (float*)(shared + HEAD);
+  float* handed = (float*)(shared + FRONT);
   const int room = a.warps < MULTIPLY ? (int)a.warps * 8 * NT * 32 * 4 : 0;
-  const Ring ring{shared + HEAD + room, (u64*)shared, (u64*)shared + 8, (int)a.slot_bytes, (int)a.depth};
+  const Ring ring{shared + FRONT + room, (u64*)shared, (u64*)shared + 8, (int)a.slot_bytes, (int)a.depth};
   if ((int)threadIdx.x < ring.depth) {
-    barrier_make(ring.full + threadIdx.x, FILLERS);
+    barrier_make(ring.full + threadIdx.x, ARRIVALS);
     barrier_make(ring.empty + threadIdx.x, MULTIPLY);
     barriers_made();
   }
   __syncthreads();
-  if (warp == MULTIPLY) {
-    const Filler<FORMAT, NT> filler{a, share, ring, lane, ((int)a.k + 31) / 32, (int)a.span};
+  if (warp >= MULTIPLY) {
+    Filler<FORMAT, NT> filler{a, share, ring, warp - MULTIPLY, lane, ((int)a.k + 31) / 32};
     filler.run();
   } else {
     tiles<FORMAT, NT>(a, share, ring, handed, warp, lane);
@@ -408,7 +467,7 @@ __device__ __forceinline__ void gemm(const GemmArgs& a) {
 }
 
 #define GEMM(name, format, nt) \
-  extern "C" __global__ void __launch_bounds__(288, 1) name(GemmArgs a) { gemm<format, nt>(a); }
+  extern "C" __global__ void __launch_bounds__(384, 1) name(GemmArgs a) { gemm<format, nt>(a); }
 
 GEMM(gemm_q4_2, 4, 2)
 GEMM(gemm_q4_4, 4, 4)

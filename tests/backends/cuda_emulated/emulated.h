@@ -16,6 +16,7 @@
 #define __shared__ static
 #define __launch_bounds__(...)
 #define SHARED_BYTES(name) char* name = emulated::shared
+#define SHARED_BYTES_AT(name, alignment) SHARED_BYTES(name)
 
 struct Index { unsigned x, y, z; };
 static Index threadIdx, blockIdx, blockDim, gridDim;
@@ -189,6 +190,12 @@ static inline void barrier_wait(const unsigned long long* b, unsigned parity) {
   while ((unsigned)(*(const volatile unsigned long long*)b >> 32) == parity) emulated::yield();
 }
 template <int N> static inline void copies_but() {}
+static inline void written_for_tensor_cores() {}
+template <int N> static inline void products_but() {}
+static inline void load_matrices(unsigned* d, const char* rows, int c) {
+  const int g = threadIdx.x % 32 / 4, j = threadIdx.x % 4;
+  for (int i = 0; i < 4; ++i) memcpy(d + i, rows + g * 128 + ((c + i) ^ g) * 16 + j * 4, 4);
+}
 static inline float power(float x) { return expf(x); }
 static inline unsigned less_eight(unsigned q) { return (q & 0xf0f0f0f0u) ^ 0x80808080u; }
 static inline unsigned bytes_of(unsigned a, unsigned b, unsigned which) {
