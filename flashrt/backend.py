@@ -174,6 +174,31 @@ class Remote(Protocol):
         """The first bytes of a place, as many as `out` has room for."""
 
 
+@runtime_checkable
+class Ahead(Protocol):
+    """What loaded code is besides, where it is all of its stream and its device can be given a step while the
+    one before it runs. Methods raise DeviceError as `run` does; then nothing is under way."""
+
+    def begin(self, epoch: int, fed: Mapping[int, int]) -> None:
+        """Has a step run, behind the one before it; earlier ones are finished, and `until_read` was called.
+
+        fed: slot of an input → slot in `results`: what the step before leaves there is taken, and not what
+        the host wrote.
+        """
+
+    def until_read(self) -> None:
+        """Until what the host wrote for the steps that were begun is read: words and inputs may change."""
+
+    def finish(self, epoch: int) -> None:
+        """Until a step is through, and those before it."""
+
+    def results(self, epoch: int) -> Mapping[int, U8]:
+        """Outputs of a finished step, by slot, for the host to read until the second step after it begins."""
+
+    def drop(self) -> None:
+        """Until nothing is under way, whatever comes of it."""
+
+
 class Backend(Protocol):
     """One kind of device."""
 

@@ -25,6 +25,7 @@ import json
 import os
 import secrets
 import shutil
+import weakref
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -45,7 +46,7 @@ from flashrt.ir.ops import PAGE
 from flashrt.ir.types import TensorType
 from flashrt.machine import Machine, from_json, to_json
 from flashrt.runtime.arena import Residents
-from flashrt.runtime.executor import Executor
+from flashrt.runtime.executor import NOT_FED, Begun, Executor
 from flashrt.runtime.idle import Rests
 from flashrt.runtime.step import Binding, as_arrays
 from flashrt.runtime.trace import Trace
@@ -420,8 +421,30 @@ class Mover(Protocol):
         """Called after each step."""
 
 
+class Pending:
+    """A step that a program has begun. When nobody asks for its result, it is lost with the next but one."""
+
+    def __init__(self, step: Begun, ended: Callable[[], None]) -> None:
+        self._step, self._ended = step, ended
+        self._found: dict[str, NDArray[Any]] | None = None
+
+    @property
+    def ahead(self) -> bool:
+        """Whether it is under way and the last that was begun, so that something is gained by beginning the
+        next step, fed with its outputs, before asking for its result."""
+        return self._step.ahead
+
+    def result(self) -> dict[str, NDArray[Any]]:
+        """The outputs that were asked for, by name, once the step is through. Raises DeviceError."""
+        if self._found is None:
+            self._found, _ = self._step.result()
+            self._ended()
+        return self._found
+
+
 class Program:
-    """A plan opened on devices. `call` is the one entry; the language-model engine is a client of it.
+    """A plan opened on devices. `call`, or `begin` and its result, is the one entry; the language-model
+    engine is a client of it.
 
     devices: open devices by id; the program closes them. host: the reference device for host rows, if any.
     pages: size of the paged KV cache, in pages (0 for a model without one).
@@ -467,6 +490,7 @@ class Program:
         )
         self._executors: dict[str, Executor] = {}
         self._last: Executor | None = None
+        self._latest: weakref.ref[Pending] | None = None
         self.trace: Trace | None = None
         self.ran = Ran()
         self.rests = {v.name: Rests(v.stream) for v in plan.variants}
@@ -517,6 +541,21 @@ class Program:
             RequestError: names, shapes, values or indices don't fit, or it is closed; nothing ran.
             DeviceError: a device failed.
         """
+        return self.begin(inputs, symbols, outputs).result()
+
+    def begin(
+        self,
+        inputs: Mapping[str, Any],
+        symbols: Mapping[str, int] | None = None,
+        outputs: Collection[str] | None = None,
+        fed: Mapping[str, str] = NOT_FED,
+    ) -> Pending:
+        """Begins a step; arguments, and what is raised, as for `call`. Steps run in the order they begin.
+
+        fed: names of inputs → names of outputs. These inputs are what the step begun last has as its outputs,
+            which nobody needs to know yet: of what is given for them only dtype and shape count, and values
+            aren't checked.
+        """
         if self._closed:
             raise RequestError(f"the program {self.plan.name} is closed")
         if unknown := (symbols or {}).keys() - self._known:
@@ -524,7 +563,7 @@ class Program:
                 f"{self.plan.name} has no {', '.join(sorted(unknown))}",
                 hint=f"symbols and splits: {', '.join(sorted(self._known))}",
             )
-        if outputs is not None and (missing := set(outputs) - self._outputs):
+        if missing := {*(outputs or ()), *fed.values()} - self._outputs:
             raise RequestError(
                 f"{self.plan.name} has no output {', '.join(sorted(missing))}",
                 hint=f"outputs: {', '.join(sorted(self._outputs))}",
@@ -532,22 +571,39 @@ class Program:
         arrays = as_arrays(self.plan.inputs, inputs)
         env = self._bind(arrays, symbols or {})
         variant = self._variant(env.get("T", 0))
+        executor = self._executor(variant)
+        if fed and not (executor is self._last and executor.feeds(fed, arrays)):
+            arrays, fed = as_arrays(self.plan.inputs, {**arrays, **self._handed(fed)}), NOT_FED
+            env = self._bind(arrays, symbols or {})
         if self.mover is not None:
             env = {**self.mover.at(variant.name), **env}
-        executor = self._executor(variant)
         if self._last is not None and self._last is not executor:
             self._last.leave()
         self._last = executor
-        found, record = executor.step(arrays, env, wanted=outputs, trace=self.trace is not None)
+        step = executor.begin(arrays, env, wanted=outputs, trace=self.trace is not None, fed=fed)
+        pending = Pending(step, lambda: self._ran(variant.name, step, env))
+        self._latest = weakref.ref(pending)  # its outputs may be large: they are the caller's to keep
+        return pending
+
+    def _handed(self, fed: Mapping[str, str]) -> dict[str, NDArray[Any]]:
+        """Inputs from outputs by way of the host."""
+        pending = self._latest() if self._latest is not None else None
+        found = pending.result() if pending is not None else {}
+        if lacking := set(fed.values()) - found.keys():
+            raise RequestError(
+                f"this step is fed with {', '.join(sorted(lacking))} of the one before, which isn't there",
+                hint="name it among that step's outputs, and keep what `begin` gave until this one begins",
+            )
+        return {name: found[output] for name, output in fed.items()}
+
+    def _ran(self, variant: str, step: Begun, env: Mapping[str, int]) -> None:
         self.ran.steps += 1
         self.ran.tokens += env.get("T", 0)
         self.ran.rows += env.get("N", 0)
-        if self.trace is not None:
-            self.trace.steps.append(record)
+        if self.trace is not None and step.record is not None:
+            self.trace.steps.append(step.record)
         if self.mover is not None:
-            self.mover.stepped(variant.name, executor)
-        assert isinstance(found, dict)
-        return found
+            self.mover.stepped(variant, step.executor)
 
     def _variant(self, tokens: int) -> Variant:
         for variant in self.plan.variants:

@@ -344,6 +344,18 @@ class Pull(NamedTuple):
     entries: int
     many: int
     stamp: int
+    epoch: int
+    through: int
+    pulled: int
+
+
+class Push(NamedTuple):
+    from_: int
+    to: int
+    apart: int
+    kept: int
+    words: int
+    epoch: int
 
 
 class Carry(NamedTuple):

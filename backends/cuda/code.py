@@ -9,16 +9,22 @@ Where kernels may wait for the host (`Driver.polls`), all instructions are one p
 from outside and set those that others wait for, and a step is one launch. Where blocks come and go, whose
 places the host has to know, pieces are cut at such ticks: they follow each other on the device, and the
 host looks at them only there.
+
+Code that is a whole stream may be given a step while the one before it runs (`flashrt.backend.Ahead`): `pull`
+says when the host may write again, and `push` brings small outputs to where the host and the next step find
+them.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,11 +42,13 @@ from flashrt.backends.cuda.ticks import Ticks, carries
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
 from flashrt.ir.order import root_of
-from flashrt.ir.types import Dim, Env, size, symbols_of
+from flashrt.ir.types import DTYPES, Dim, Env, size, symbols_of
 
 MOST_SIZES = 512
 PULLING = (8, 16)  # blocks that pull inputs
+PUSHED = 4 << 10  # bytes of an output that a kernel brings to the host, at most
 KEPT = 64  # buckets of a piece
+NOTHING: Mapping[int, int] = MappingProxyType({})
 Key = tuple[object, ...]
 
 
@@ -48,11 +56,14 @@ Key = tuple[object, ...]
 class Bucket:
     """The launches of a piece for one bucket, and how they are enqueued: one by one, then recorded.
 
-    replay: recorded stretches, and what is done live between them.
+    table: what its first kernel reads, [sizes and inputs, 3]: from, to, bytes. fed: inputs that come from
+    results there. replay: recorded stretches, and what is done live between them.
     """
 
     steps: list[Step]
     keep: list[Any]
+    table: I64
+    fed: Mapping[int, int] = field(default_factory=dict)
     replay: list[Callable[[], None]] = field(default_factory=list)
     runs: int = 0
 
@@ -91,6 +102,30 @@ class Piece:
     buckets: OrderedDict[Key, Bucket] = field(default_factory=OrderedDict)
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """An output that a kernel brings to the host. slot, bytes: of it.
+
+    places: [2, bytes], pinned, for steps of even and of odd numbers. kept: the last one, on the device, with
+    room for any bucket of the input that it may become.
+    """
+
+    slot: int
+    bytes: Dim
+    places: U8
+    kept: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was enqueued. end: behind it. arrived, started: nanoseconds."""
+
+    epoch: int
+    end: Mark
+    arrived: int
+    started: int
+
+
 class Code:
     """What `load` makes. stamps: [instructions, 3] ns: arrived, started, ended."""
 
@@ -115,6 +150,11 @@ class Code:
         # what else computes wants the cores that a thread would spend on looking at the device
         self._alone = all(i.device == device for i in stream.instrs if isinstance(i, Compute))
         self._begun = driver.pinned(8).view(np.int64)  # when a step's first kernel ran, by the device's clock
+        self._pulled = driver.pinned(8).view(np.int64)  # the last step whose inputs were read
+        self._whole = len(instrs) == len(stream.instrs)
+        self._results = {r.slot: r for r in self._small_outputs(instrs)} if self._whole else {}
+        self._flights = deque[Flight]()
+        self._ends = (driver.mark(), driver.mark())
         self._pieces = tuple(self._cut(instrs))
 
     @property
@@ -123,6 +163,7 @@ class Code:
         buckets still know. For any thread."""
         buckets = [b for piece in self._pieces for b in list(piece.buckets.values())]
         own = [self._sizes_there, *(twin.there.buffer for twin in self._twins.values())]
+        own += [result.kept for result in self._results.values()]
         own += [m for b in buckets for m in b.keep if not self._scratch.has(m)]
         return sum({id(m): len(m) for m in own if not isinstance(m, np.ndarray)}.values())
 
@@ -132,31 +173,83 @@ class Code:
 
         Raises DeviceError when the step is interrupted, or memory is lacking; then nothing is under way.
         """
+        if self._whole:
+            self.begin(epoch)
+            self.finish(epoch)
+            return
         env, running = self._env(), deque[Piece]()
         self._sizes.write(env, epoch)
-        with self._driver.at_work():
-            try:
-                for piece in self._pieces:
-                    arrived = time.perf_counter_ns()
-                    self._await(piece, epoch, running)
-                    started = time.perf_counter_ns()
-                    self._enqueue(piece, env, epoch)
-                    piece.end.set()
-                    running.append(piece)
-                    self.stamps[piece.parts[0].indices[0]] = arrived, started, started
-                while running:
-                    if self._alone and len(running) == 1:
-                        self._driver.wait()
-                    running[0].end.wait()
-                    self._ended(running.popleft(), epoch)
-            except BaseException as error:
-                self._driver.wait()
-                if self._driver.lacks(error):
-                    self._forget()  # for the next one to find room
-                    raise DeviceError(f"{self._device} has no room for a step: {error}") from None
-                if isinstance(error, RuntimeError):  # a library's
-                    raise DeviceError(f"{self._device}: {error}") from None
-                raise
+        with self._driver.at_work(), self._stopped_on_failure():
+            for piece in self._pieces:
+                arrived = time.perf_counter_ns()
+                self._await(piece, epoch, running)
+                started = time.perf_counter_ns()
+                self._enqueue(piece, env, epoch)
+                piece.end.set()
+                running.append(piece)
+                self.stamps[piece.parts[0].indices[0]] = arrived, started, started
+            while running:
+                if self._alone and len(running) == 1:
+                    self._driver.wait()
+                running[0].end.wait()
+                self._ended(running.popleft(), epoch)
+
+    @contextmanager
+    def _stopped_on_failure(self) -> Iterator[None]:
+        """What fails leaves nothing under way; lack of memory and a library's errors become DeviceErrors."""
+        try:
+            yield
+        except BaseException as error:
+            self.drop()
+            if self._driver.lacks(error):
+                self._forget()  # for the next one to find room
+                raise DeviceError(f"{self._device} has no room for a step: {error}") from None
+            if isinstance(error, RuntimeError):  # a library's
+                raise DeviceError(f"{self._device}: {error}") from None
+            raise
+
+    # ---- flashrt.backend.Ahead
+    def begin(self, epoch: int, fed: Mapping[int, int] = NOTHING) -> None:
+        assert self._whole and len(self._flights) < len(self._ends)
+        env, (piece,) = self._env(), self._pieces
+        self._sizes.write(env, epoch)
+        with self._driver.at_work(), self._stopped_on_failure():
+            arrived = time.perf_counter_ns()
+            self._await(piece, epoch, deque())
+            started = time.perf_counter_ns()
+            self._enqueue(piece, env, epoch, fed)
+            end = self._ends[epoch % len(self._ends)]
+            end.set()
+            self._flights.append(Flight(epoch, end, arrived, started))
+
+    def until_read(self) -> None:
+        pause = Pause()
+        with self._stopped_on_failure():
+            while self._flights and self._pulled[0] < self._flights[-1].epoch:
+                if self._flights[-1].end.through():  # which raises where the device failed
+                    return
+                pause()
+
+    def finish(self, epoch: int) -> None:
+        with self._stopped_on_failure():
+            while self._flights and self._flights[0].epoch <= epoch:
+                flight = self._flights[0]
+                if len(self._flights) == 1:
+                    self._driver.wait()
+                flight.end.wait()
+                self._flights.popleft()
+                if self._memory.words[ABORT]:
+                    raise DeviceError(f"{self._device}: interrupted in step {flight.epoch}")
+                now, before = time.perf_counter_ns(), int(self.stamps[-1, 2])
+                self.stamps[0] = flight.arrived, max(flight.started, before), now
+                self.stamps[1:] = now
+
+    def results(self, epoch: int) -> dict[int, U8]:
+        return {slot: result.places[epoch % 2] for slot, result in self._results.items()}
+
+    def drop(self) -> None:
+        self._flights.clear()
+        self._driver.wait()
 
     def _ended(self, piece: Piece, epoch: int) -> None:
         """A piece is through: its time, from the end of the one before at the earliest, and its ticks."""
@@ -207,7 +300,7 @@ class Code:
         if memory.words[ABORT]:
             raise DeviceError(f"{self._device}: interrupted in step {epoch}")
 
-    def _enqueue(self, piece: Piece, env: Env, epoch: int) -> None:
+    def _enqueue(self, piece: Piece, env: Env, epoch: int, fed: Mapping[int, int] = NOTHING) -> None:
         at = {n: bucket(env[n], self._most[n]) if n in self._most else env[n] for n in piece.symbols}
         greedy = piece.samples and self._greedy(env)
         key: Key = (*at.values(), greedy, *self._addresses(piece))
@@ -219,6 +312,9 @@ class Code:
                 self._driver.wait()  # it may be under way
                 piece.buckets.popitem(last=False)
         piece.buckets.move_to_end(key)
+        if found.fed != fed:
+            found.table[1:, 0] = [self._source(slot, fed) for slot in piece.inputs]
+            found.fed = dict(fed)
         found.runs += 1
         if found.runs == 2:
             found.replay = self._recording(found.steps)
@@ -310,7 +406,6 @@ class Code:
 
     # ---- a bucket
     def _bucket(self, piece: Piece, env: Env, greedy: bool) -> Bucket:
-        keep: list[Any] = []
         ops = Operands(
             self._memory, self._device, self._driver.limits, env, greedy, self._sizes, self._twins,
             self._scratch, self._slots, self._blocks,
@@ -323,21 +418,39 @@ class Code:
         there = replace(ops, moved=frozenset(fuser.moved))
         parts = zip(piece.parts, joints, strict=True)
         steps = [step for part, some in parts for step in _encoded(part, some, there)]
-        keep += self._scratch.all()
-        return Bucket([self._pull(piece, env, keep), *steps], keep)
+        table, pull = self._pull(piece, env)
+        push = [self._push(result, env) for result in self._results.values()]
+        return Bucket([pull, *steps, *push], [table, *self._scratch.all()], table)
 
-    def _pull(self, piece: Piece, env: Env, keep: list[Any]) -> Step:
-        """The launch that brings sizes and a piece's inputs onto the device."""
+    def _pull(self, piece: Piece, env: Env) -> tuple[I64, Step]:
+        """The launch that brings sizes and a piece's inputs onto the device, and the table that it reads."""
         entries = [(self._sizes_here.ctypes.data, self._sizes.address, 8 * MOST_SIZES)]
-        for twin in (self._twins[slot] for slot in piece.inputs):
-            entries.append(
-                (twin.here.ctypes.data, address_of(twin.there), -(-size(twin.bytes, env) // 4) * 4)
-            )
-        table = self._driver.pinned(24 * len(entries))
-        table.view(np.int64)[:] = np.array(entries, np.int64).reshape(-1)
-        keep.append(table)
-        fields = args.Pull(table.ctypes.data, len(entries), self._begun.ctypes.data)
-        return launch("pull", PULLING, 256, fields)
+        for slot in piece.inputs:
+            twin = self._twins[slot]
+            nbytes = -(-size(twin.bytes, env) // 4) * 4
+            entries.append((self._source(slot, NOTHING), address_of(twin.there), nbytes))
+        table = self._driver.pinned(24 * len(entries)).view(np.int64).reshape(-1, 3)
+        table[:] = entries
+        fields = args.Pull(
+            table.ctypes.data, len(entries), self._begun.ctypes.data, self._sizes.epoch,
+            int(self._scratch("pull through", 4).data_ptr()), self._pulled.ctypes.data,
+        )  # fmt: skip
+        return table, launch("pull", PULLING, 256, fields)
+
+    def _source(self, slot: int, fed: Mapping[int, int]) -> int:
+        """Where an input comes from."""
+        if slot in fed:
+            return int(self._results[fed[slot]].kept.data_ptr())
+        return int(self._twins[slot].here.ctypes.data)
+
+    def _push(self, result: Result, env: Env) -> Step:
+        """The launch that brings an output to the host."""
+        source, (_, apart) = self._memory.slot(result.slot), result.places.shape
+        fields = args.Push(
+            address_of(source), result.places.ctypes.data, apart // 4, int(result.kept.data_ptr()),
+            size(result.bytes, env) // 4, self._sizes.epoch,
+        )  # fmt: skip
+        return launch("push", (1,), 256, fields)
 
     def _addresses(self, piece: Piece) -> tuple[int, ...]:
         """Where blocks lie that come and go."""
@@ -355,6 +468,17 @@ class Code:
         here: U8 = place.buffer[place.offset : place.offset + place.bytes]
         padded = -(-place.bytes // 64) * 64
         return Twin(here, Place(self._driver.alloc(padded), 0, padded), self._slots[slot].type.bytes)
+
+    def _small_outputs(self, instrs: Sequence[Compute]) -> Iterator[Result]:
+        """Outputs that the instructions write, of words of 4 bytes or 8, and not many."""
+        written = {ref.slot for instr in instrs for ref in _written(instr)}
+        for output in self._memory.stream.outputs:
+            slot = self._slots[int(output.value.removeprefix("%"))]
+            most = -(-self._memory.slot(slot.id).bytes // 64) * 64
+            if slot.id in written and DTYPES[slot.type.dtype] % 4 == 0 and most <= PUSHED:
+                places = self._driver.pinned(2 * most).reshape(2, -1)
+                # a bucket has less than twice the elements that are asked for
+                yield Result(slot.id, slot.type.bytes, places, self._driver.alloc(2 * most))
 
     def _sampling(self, instrs: Sequence[Compute]) -> tuple[tuple[Any, Dim], ...]:
         """(temperatures, penalties, rows) of each `sample` whose parameters the host writes."""

@@ -297,6 +297,7 @@ class _Event:
         self._driver._check(self._cuda.cuEventRecord(self._event, self._stream))
 
     def through(self) -> bool:
+        self._driver._enter()  # another thread may have set it
         answer = self._cuda.cuEventQuery(self._event)
         if answer[0] == self._cuda.CUresult.CUDA_ERROR_NOT_READY:
             return False

@@ -3,6 +3,9 @@
 A lane is cut into units: consecutive compute instructions of one region become
 code that the device loaded; host rows run on the reference device; prefetch,
 evict and transfer run here. The caller's thread runs one of the compute lanes.
+
+Where all of a stream is one piece of code that can be `Ahead`, a step may begin while the one before it runs.
+Another is finished before a third begins.
 """
 
 from __future__ import annotations
@@ -10,26 +13,31 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, assert_never
 
 import numpy as np
+from numpy.typing import NDArray
 
-from flashrt.backend import ABORT, I64, Compute, OpenDevice, Pause, Place, Rect, Remote
+from flashrt.backend import ABORT, I64, U8, Ahead, Compute, OpenDevice, Pause, Place, Rect, Remote
 from flashrt.errors import DeviceError, ProgramError
 from flashrt.ir import micro
 from flashrt.ir.ops import EXACT
 from flashrt.ir.order import loaded_at_start
 from flashrt.ir.types import DTYPES, product, size, symbols_of
-from flashrt.runtime.arena import Residents, StreamMemory, host_view
+from flashrt.runtime.arena import NUMPY, Residents, StreamMemory, host_view
 from flashrt.runtime.idle import Rests
 from flashrt.runtime.step import Arrays, StepWriter, read_output
 from flashrt.runtime.trace import StepTrace
 
 COMPUTE = "compute"
+NOT_FED: Mapping[str, str] = MappingProxyType({})
+NONE_HERE: Mapping[int, U8] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,41 @@ class Unit:
     indices: tuple[int, ...]
     run: Callable[[int], None]
     stamps: Callable[[], I64]
+
+
+@dataclass(slots=True, eq=False)
+class Begun:
+    """A step that was begun. wanted: outputs by name, None for all. at: nanoseconds.
+
+    outputs: once it is through. gave_up: the executor stopped before.
+    """
+
+    executor: Executor
+    epoch: int
+    env: Mapping[str, int]
+    wanted: Collection[str] | None
+    at: int
+    outputs: dict[str, NDArray[Any]] | None = None
+    record: StepTrace | None = None
+    gave_up: bool = False
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the device may still run it."""
+        return self.outputs is None and not self.gave_up
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the next step can begin while it is under way, fed with its outputs: it is the last one."""
+        return self.under_way and self.epoch == self.executor.epoch
+
+    def result(self) -> tuple[dict[str, NDArray[Any]], StepTrace | None]:
+        """(outputs by name, its trace if that was asked for). Raises DeviceError when the step failed."""
+        if self.under_way:
+            self.executor.finish(self.epoch)
+        if self.outputs is None:
+            raise DeviceError(f"step {self.epoch} was given up")
+        return self.outputs, self.record
 
 
 class Executor:
@@ -66,6 +109,7 @@ class Executor:
         self._writer = StepWriter(self.memory)
         self._residents = residents
         self._outputs = {o.name: int(o.value.removeprefix("%")) for o in stream.outputs}
+        self._inputs = [(s.input, s.id) for s in stream.slots if s.input]
         self._types = {s.id: s.type for s in stream.slots}
         self._blocks = {(b.name, b.device): b for b in stream.blocks}
         self._codes: list[Any] = []
@@ -82,6 +126,9 @@ class Executor:
         ]
         self._rests, self._resting = rests or Rests(stream), frozenset[_Lane]()
         self._alone = len(self._lanes) == 1
+        self._whole = self._codes[0] if self._is_whole() else None
+        self._flights = deque[Begun]()
+        self._ended = 0  # when the last step of those was through
         if not self._alone:
             self._start()
 
@@ -93,6 +140,12 @@ class Executor:
             self.close()
             raise
 
+    def _is_whole(self) -> bool:
+        """Whether a piece of code is all of the stream, and can be `Ahead`."""
+        return (
+            self._alone and len(self._lanes[0].units) == 1 and any(isinstance(c, Ahead) for c in self._codes)
+        )
+
     # ---- one step
     def step(
         self,
@@ -101,20 +154,31 @@ class Executor:
         *,
         wanted: Collection[str] | None = None,
         trace: bool = False,
-    ) -> Any:
-        """Runs one step.
+    ) -> tuple[dict[str, NDArray[Any]], StepTrace | None]:
+        """Runs one step: `begin` and its result."""
+        return self.begin(arrays, env, wanted=wanted, trace=trace).result()
+
+    def begin(
+        self,
+        arrays: Arrays,
+        env: Mapping[str, int],
+        *,
+        wanted: Collection[str] | None = None,
+        trace: bool = False,
+        fed: Mapping[str, str] = NOT_FED,
+    ) -> Begun:
+        """Begins one step; unless it can run beside the host, it is through then.
 
         Args:
             arrays: the graph's inputs, dtypes as theirs, shapes as their types at `env`.
             env: symbols and split variables.
             wanted: names of the outputs to be given; None for all.
-
-        Returns:
-            (outputs by name, StepTrace or None).
+            fed: inputs that are outputs of the step before, where `feeds` says that they can be.
 
         Raises:
             RequestError: an input is outside its bounds; nothing ran.
-            DeviceError: a device failed or the step was interrupted; the next step starts clean.
+            DeviceError: a device failed or the step was interrupted, or one before it that is under way; the
+                next step starts clean.
         """
         if not self._ready:
             self._make_ready()
@@ -122,21 +186,80 @@ class Executor:
             self.drain()
             for device, place in self.memory.arenas():
                 self._spoil(device, place)
+        if self._whole is not None:
+            with self._stopped_on_failure():
+                self._finish(self.epoch - 1)
+                with self._lane_failing():
+                    self._whole.until_read()
         self._env = self._writer.write(arrays, {**env, **self._residents.env})
-        begun = time.perf_counter_ns()
+        begun = Begun(self, self.epoch + 1, self._env, wanted, time.perf_counter_ns())
         with self._stopped_on_failure():
             self.epoch += 1
-            self._run(self.epoch)
-            outputs = {
-                name: read_output(self.memory, slot, self._types[slot], self._env)
-                for name, slot in self._outputs.items()
-                if wanted is None or name in wanted
-            }
-        self.took = time.perf_counter_ns() - begun
-        if not trace:
-            return outputs, None
-        self.drain()
-        return outputs, self._trace(begun, time.perf_counter_ns())
+            if self._whole is None:
+                self._run(self.epoch)
+                begun.outputs = self._read(begun, NONE_HERE)
+                self.took = time.perf_counter_ns() - begun.at
+            else:
+                with self._lane_failing():
+                    self._whole.begin(self.epoch, self._slots_fed(fed))
+                self._flights.append(begun)
+                # what isn't brought to the host lies where the next step may write
+                if trace or not self._whole.results(self.epoch).keys() >= set(self._asked(wanted).values()):
+                    self._finish(self.epoch)
+        if trace:
+            self.drain()
+            begun.record = self._trace(begun.at, time.perf_counter_ns())
+        return begun
+
+    def feeds(self, fed: Mapping[str, str], arrays: Arrays) -> bool:
+        """Whether a step can have inputs that are outputs of the last one without the host's knowing them.
+        arrays: of the inputs' dtypes and shapes."""
+        here = NONE_HERE if self._whole is None or not self._ready else self._whole.results(self.epoch)
+        return all(self._fits(arrays[input], self._outputs[output], here) for input, output in fed.items())
+
+    def _fits(self, array: NDArray[Any], slot: int, here: Mapping[int, U8]) -> bool:
+        """Whether an output that the last step left somewhere is like an array."""
+        type = self._types[slot]
+        shape = tuple(size(d, self._env) for d in type.shape) if slot in here else None
+        return shape == array.shape and NUMPY[type.dtype] == array.dtype
+
+    def _slots_fed(self, fed: Mapping[str, str]) -> dict[int, int]:
+        return {slot: self._outputs[fed[name]] for name, slot in self._inputs if name in fed}
+
+    def finish(self, epoch: int) -> None:
+        """Until a step that was begun is through, and those before it. Raises DeviceError."""
+        with self._stopped_on_failure():
+            self._finish(epoch)
+
+    def _finish(self, epoch: int) -> None:
+        while self._flights and self._flights[0].epoch <= epoch:
+            begun = self._flights[0]
+            assert self._whole is not None
+            with self._lane_failing():
+                self._whole.finish(begun.epoch)
+            begun.outputs = self._read(begun, self._whole.results(begun.epoch))
+            self._flights.popleft()
+            now = time.perf_counter_ns()
+            self.took, self._ended = now - max(begun.at, self._ended), now
+
+    @contextmanager
+    def _lane_failing(self) -> Iterator[None]:
+        """An error is that of the one lane."""
+        try:
+            yield
+        except Exception as error:
+            self._failed(self._lanes[0].device, error)
+        self._raise()
+
+    def _asked(self, wanted: Collection[str] | None) -> dict[str, int]:
+        """Outputs and their slots."""
+        return {name: slot for name, slot in self._outputs.items() if wanted is None or name in wanted}
+
+    def _read(self, begun: Begun, here: Mapping[int, U8]) -> dict[str, NDArray[Any]]:
+        return {
+            name: read_output(self.memory, slot, self._types[slot], begun.env, here.get(slot))
+            for name, slot in self._asked(begun.wanted).items()
+        }
 
     def _run(self, epoch: int) -> None:
         if self._alone:
@@ -198,6 +321,7 @@ class Executor:
     def drain(self) -> None:
         """Waits until every lane is through; between variants and before memory is looked at."""
         with self._stopped_on_failure():
+            self._finish(self.epoch)
             for lane in self._lanes:
                 lane.settle()
             self._raise()
@@ -230,9 +354,19 @@ class Executor:
     def _stop(self) -> None:
         """Makes every lane give up the step it is in, and forgets why."""
         self.memory.words[ABORT] = 1
+        self._give_up()
         for lane in self._lanes:
             lane.settle()
         self._error = None
+
+    def _give_up(self) -> None:
+        """Waits for steps that are under way, and forgets them."""
+        for begun in self._flights:
+            begun.gave_up = True
+        self._flights.clear()
+        if self._whole is not None:
+            with suppress(DeviceError):  # which the step that failed tells of
+                self._whole.drop()
 
     def _make_ready(self) -> None:
         """Before the first step and after a failure: every tick is reached, and of the ring only those
@@ -248,8 +382,9 @@ class Executor:
 
     def close(self) -> None:
         """Ends the lane threads and lets go of loaded code and of the memory it runs in. Idempotent."""
+        self._give_up()
         self._residents.forget_code(self._codes)
-        self._codes = []
+        self._codes, self._whole = [], None
         for lane in self._lanes:
             lane.stop()
             lane.units = []  # they know the executor: nothing would be freed before the next collection

@@ -282,3 +282,20 @@ def test_variants_take_turns(plan: Plan) -> None:
         got = opened.call({**last, "rows": [0]}, {"C": 21})["logits"]
         assert len(opened._executors) == 2
     assert np.allclose(got, whole, atol=1e-5)
+
+
+def test_a_step_that_is_fed_by_the_one_before(plan: Plan) -> None:
+    """Where nothing runs ahead, outputs go by way of the host, to another variant, too."""
+    fed, alone = {"ids": "tokens"}, step(1, positions=np.array([20], np.int32))
+    with engine.open_plan(plan, pages=2) as opened:
+        first = opened.begin(step(20), {"C": 20}, ("tokens",))
+        assert not first.ahead
+        token = first.result()["tokens"]
+        want = opened.call({**alone, "ids": token}, {"C": 21})["logits"]
+        assert token != alone["ids"]
+        kept = opened.begin(step(20), {"C": 20}, ("tokens",))
+        got = opened.begin(alone, {"C": 21}, ("logits",), fed).result()["logits"]
+        assert (got == want).all() and (kept.result()["tokens"] == token).all()
+        with pytest.raises(RequestError, match="fed with tokens of the one before, which isn't there"):
+            opened.begin(alone, {"C": 21}, None, fed)
+        assert opened.ran.steps == 4

@@ -5,20 +5,50 @@ struct PullArgs {
   const i64* entries;  // [count][3]: from, to, bytes
   i64 count;
   i64* stamp;          // of the host's: when it began, by the device's clock
+  const i64* epoch;    // among what it brings
+  int* through;        // 0 before and after
+  i64* pulled;         // a word of the host's that gets the epoch at the end
 };
 
-// It lets no kernel start before it is through: those behind it may read the inputs at once.
+// It lets no kernel start before it is through: those behind it may read the inputs at once. When the host sees
+// `pulled`, it may write the next step's.
 extern "C" __global__ void pull(PullArgs a) {
   after_others();
   if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) *a.stamp = clock_ns();
   for (i64 e = blockIdx.y; e < a.count; e += gridDim.y) {
-    const char* from = (const char*)a.entries[3 * e];
-    char* to = (char*)a.entries[3 * e + 1];
-    const i64 words = a.entries[3 * e + 2] / 4;
+    const char* from = (const char*)from_host(a.entries + 3 * e);
+    char* to = (char*)from_host(a.entries + 3 * e + 1);
+    const i64 words = from_host(a.entries + 3 * e + 2) / 4;
     for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < words; i += (i64)gridDim.x * blockDim.x)
-      ((u32*)to)[i] = ((const volatile u32*)from)[i];
+      ((u32*)to)[i] = from_host((const u32*)from + i);
   }
   __threadfence();
+  __syncthreads();
+  if (threadIdx.x || atomicAdd(a.through, 1) != (int)(gridDim.x * gridDim.y) - 1) return;
+  *a.through = 0;
+  show_the_host();
+  *(volatile i64*)a.pulled = from_others(a.epoch);
+}
+
+// A result of the step: to the host, where two places take turns, so that the step behind may run before the host has
+// read this one's, and to where that step's inputs may come from.
+struct PushArgs {
+  const u32* from;
+  u32* to;           // [2][apart], of the host's
+  i64 apart;
+  u32* kept;
+  i64 words;
+  const i64* epoch;
+};
+
+extern "C" __global__ void push(PushArgs a) {
+  after_others();
+  u32* to = a.to + (*a.epoch & 1) * a.apart;
+  for (i64 i = threadIdx.x; i < a.words; i += blockDim.x) {
+    const u32 v = a.from[i];
+    to[i] = v;
+    a.kept[i] = v;
+  }
 }
 
 struct NormArgs {

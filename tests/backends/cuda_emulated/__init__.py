@@ -182,12 +182,13 @@ class LateMark:
 
 
 class LateDriver(EmulatedDriver):
-    """Kernels run in order on a thread of their own, each a while after it was enqueued; copies run at once.
-    For kernels only: what a library does would run at once, too."""
+    """Kernels run in order on a thread of their own, each a while after it was enqueued, and recordings as a
+    whole; copies run at once, and so does what a library does outside of recordings. late: all runs at once
+    after it was set to False, while nothing is under way."""
 
     def __init__(self, lag: float = 1e-4) -> None:
         super().__init__()
-        self._lag = lag
+        self._lag, self.late = lag, True
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -198,7 +199,14 @@ class LateDriver(EmulatedDriver):
             work()
 
     def launch(self, launch: Launch) -> None:
-        self._queue.put(lambda: super(LateDriver, self).launch(launch))
+        if not self.late or threading.current_thread() is self._thread:
+            super().launch(launch)
+        else:
+            self._queue.put(lambda: super(LateDriver, self).launch(launch))
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        super().record(work)
+        return lambda: self._queue.put(work) if self.late else work()
 
     def mark(self) -> LateMark:  # type: ignore[override]
         return LateMark(self._queue)
