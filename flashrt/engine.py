@@ -626,6 +626,7 @@ class LLM:
             max_sequences=most,
             text=self.chat.stream,
             vocabulary=vocabulary(self.plan),
+            begin=lambda *given: self.program.begin(*given),
         )
         self._ids = itertools.count(1)
         self.live: Follower | None = None

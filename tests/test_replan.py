@@ -298,16 +298,16 @@ def test_a_plan_gets_ready_while_a_step_runs(inline: None, step: int, pool: str)
     plan = two(pool)
     want = undisturbed(plan)
     with LLM("tiny", plan=plan, sequences=3, live=True) as llm:
-        first, call, steps = llm.program, llm.program.call, itertools.count()
+        first, begin, steps = llm.program, llm.program.begin, itertools.count()
 
         def disturbed(*given: Any) -> Any:
             if next(steps) == step:
                 see(llm, 10.0, 3)
                 see(llm, 11.0, 3, gone={FAR: "unplugged"})
                 assert replanner(llm).metrics().ready and llm.program is first
-            return call(*given)
+            return begin(*given)
 
-        first.call = disturbed  # type: ignore[method-assign, assignment]
+        first.begin = disturbed  # type: ignore[method-assign, assignment]
         assert run(llm) == want
         assert first.closed and llm.program is not first
         assert replanner(llm).metrics().recompiles == 1

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Generator as Yields
 from contextlib import closing
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,22 @@ from flashrt.llm.text import StopStrings, TextStream
 
 F32 = NDArray[np.float32]
 Call = Callable[[dict[str, Array], dict[str, int], tuple[str, ...]], Mapping[str, Array]]
+NOT_FED: Mapping[str, str] = MappingProxyType({})
+FED: Mapping[str, str] = MappingProxyType({"ids": "tokens"})
+
+
+class Pending(Protocol):
+    """A step of the model that was begun (`program.Pending`)."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether it is under way still, so that the next one may begin before its result is asked for."""
+
+    def result(self) -> Mapping[str, Array]:
+        """Its outputs, once it is through. Raises DeviceError."""
+
+
+Begin = Callable[[dict[str, Array], dict[str, int], tuple[str, ...], Mapping[str, str]], Pending]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +92,17 @@ class Event:
     text: str = ""
     logits: F32 | None = None
     completion: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Through:
+    """A step that is through when it was begun."""
+
+    found: Mapping[str, Array]
+    ahead: bool = False
+
+    def result(self) -> Mapping[str, Array]:
+        return self.found
 
 
 class _Text:
@@ -162,6 +190,8 @@ class Generator:
 
     call: the model: inputs, symbols and the names of the outputs wanted → tokens i32[N], and logits f32[N,V]
     when they are wanted. It keeps the KV cache.
+    begin: the same, in two halves, where steps can begin before the one in front of them is through (see
+    `program.Program.begin`): then the model goes on while the host looks at the tokens of the step before.
     context: tokens of prompt and output together; the cache's pages limit it too.
     eos: token ids that end a text. pages: of the KV cache. text: makes a request's `TextStream`
     (`Chat.stream`); None for no text.
@@ -181,6 +211,7 @@ class Generator:
         text: Callable[[], TextStream] | None = None,
         vocabulary: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        begin: Begin | None = None,
     ) -> None:
         self.pool = PagePool(pages)
         self.scheduler = Scheduler(max_tokens_per_step, max_sequences, self.pool)
@@ -188,6 +219,8 @@ class Generator:
         self.context = min(context, pages * PAGE)
         self.eos = frozenset(eos)
         self._call, self._new_text, self._vocabulary, self._clock = call, text, vocabulary, clock
+        self._start = begin
+        self._ahead: tuple[Step, Pending] | None = None  # begun while the last one ran
         self._live: dict[str, _Live] = {}
         self._nothing_to_draw: list[_Live] = []
         self.keeper: Keeper | None = None
@@ -216,23 +249,51 @@ class Generator:
         while True:
             if self.keeper is not None:
                 self.keeper.turn()
-            step = self.scheduler.next_step()
-            if step is None:
-                return []
-            self._mark_started(step)
+            begun, self._ahead = self._ahead, None
             try:
-                out = self._call(step.inputs(), step.symbols(), self._wanted(step))
+                if begun is None or not self.scheduler.concerns(begun[0]):
+                    begun = self._begun_now()
+                if begun is None:
+                    return []
+                step, pending = begun
+                ahead = self._begun_ahead(step, pending)
+                out = pending.result()
             except DeviceError as error:
                 if self.keeper is None or not self.keeper.failed(error):
                     raise
                 continue
-            return self._draw(step, out)
+            events = self._draw(step, out)
+            self._ahead = ahead  # not before: whatever fails is forgotten, and tried again from what is drawn
+            return events
+
+    def _begun_now(self) -> tuple[Step, Pending] | None:
+        step = self.scheduler.next_step()
+        if step is None:
+            return None
+        self._mark_started(step)
+        return step, self._begin(step)
+
+    def _begin(self, step: Step, fed: Mapping[str, str] = NOT_FED) -> Pending:
+        inputs, symbols, wanted = step.inputs(), step.symbols(), self._wanted(step)
+        if self._start is None:
+            return _Through(self._call(inputs, symbols, wanted))
+        return self._start(inputs, symbols, wanted, fed)
+
+    def _begun_ahead(self, step: Step, pending: Pending) -> tuple[Step, Pending] | None:
+        """The step after one that is under way, begun, if it is clear what that will be.
+
+        A sequence that turns out to have ended has a token too many there, which nobody reads. Its pages may
+        be taken by others at once: steps run in order.
+        """
+        following = self.scheduler.following(step) if pending.ahead else None
+        return None if following is None else (following, self._begin(following, FED))
 
     def resettle(self, pages: int, context: int) -> dict[int, int]:
         """Goes on with a cache of another size: see `Scheduler.resettle`.
 
         context: tokens of one sequence that the model takes now; requests in work need no more.
         """
+        self._ahead = None
         moved = self.scheduler.resettle(pages)
         self.context = min(self._longest, context, pages * PAGE)
         return moved
@@ -326,11 +387,11 @@ class Generator:
 
     def _draw(self, step: Step, out: Mapping[str, Array]) -> list[Event]:
         now, logits = self._clock(), out.get("logits")
+        rows = {part.request: row for row, part in enumerate(step.drawing)}
+        drawing = [(self._live[s.id], rows[s.id]) for s in self.scheduler.complete(step)]
         return [
-            self._drawn(
-                self._live[sequence.id], int(out["tokens"][row]), now, None if logits is None else logits[row]
-            )
-            for row, sequence in enumerate(self.scheduler.complete(step))
+            self._drawn(live, int(out["tokens"][row]), now, None if logits is None else logits[row])
+            for live, row in drawing
         ]
 
     def _drawn(self, live: _Live, token: int, now: float, logits: Array | None) -> Event:

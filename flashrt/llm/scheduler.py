@@ -28,6 +28,7 @@ I32 = NDArray[np.int32]
 A = TypeVar("A", bound=NDArray[np.generic])
 GREEDY = Sampling()
 NO_HISTORY = np.empty(0, np.int32)
+UNKNOWN = np.zeros(1, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,12 +222,40 @@ class Scheduler:
         assert parts or self.idle, "work that can never run"
         return Step(tuple(parts)) if parts else None
 
+    def following(self, step: Step) -> Step | None:
+        """The step after one that isn't complete, whose tokens are its ids: they are 0 here. None unless all
+        that run decode, each can go on, and `next_step` would take the very same, as far as is known."""
+        running = {s.id: s for s in self.running}
+        sequences = [running.get(p.request) for p in step.parts if len(p.tokens) == 1 and p.draws]
+        going_on = [s for s in sequences if s is not None and _goes_on(s)]
+        if not len(going_on) == len(step.parts) == len(running) or self._can_start:
+            return None
+        missing = sum(max(0, pages_for(s.known + 1) - len(s.table.pages)) for s in going_on)
+        if missing > self.pool.free:
+            return None
+        return Step(tuple(self._next_part(s) for s in going_on))
+
+    def _next_part(self, sequence: Sequence) -> Part:
+        table = self.pool.grow(sequence.table, sequence.known + 1)
+        assert isinstance(table, Table), table
+        sequence.table = table
+        how, start = sequence.request.sampling, sequence.known
+        return Part(
+            sequence.id, UNKNOWN, start, start + 1, table, how, sequence.seed, draws=True, history=NO_HISTORY
+        )
+
+    def concerns(self, step: Step) -> bool:
+        """Whether any sequence of a step is still running."""
+        return not {s.id for s in self.running}.isdisjoint(step.requests)
+
     def complete(self, step: Step) -> tuple[Sequence, ...]:
-        """Marks the step's tokens as computed. The sequences that draw, in the order of its rows."""
+        """Marks the step's tokens as computed. The sequences that draw, in the order of its rows; those that
+        ended before it was through don't."""
         by_id = {s.id: s for s in self.running}
-        for part in step.parts:
+        parts = [p for p in step.parts if p.request in by_id]
+        for part in parts:
             by_id[part.request].computed = part.end
-        return tuple(by_id[p.request] for p in step.drawing)
+        return tuple(by_id[p.request] for p in parts if p.draws)
 
     @property
     def least_pages(self) -> int:
@@ -256,17 +285,21 @@ class Scheduler:
         while self.running:
             self._preempt(self.running[-1])
 
+    @property
+    def _can_start(self) -> bool:
+        """Whether the first that waits has a place and pages."""
+        if not self.waiting or len(self.running) >= self.max_sequences:
+            return False
+        # A page to spare for each that runs already: else the newcomer would soon be thrown out again.
+        return pages_for(self.waiting[0].known) + len(self.running) <= self.pool.free
+
     def _start_waiting(self) -> None:
-        while self.waiting and len(self.running) < self.max_sequences:
-            first = self.waiting[0]
-            # A page to spare for each that runs already: else the newcomer would soon be thrown out again.
-            if self.running and pages_for(first.known) + len(self.running) > self.pool.free:
-                return
+        while self._can_start:
+            first = self.waiting.popleft()
             table = self.pool.grow(EMPTY, first.known)
-            if isinstance(table, OutOfPages):
-                return
+            assert isinstance(table, Table), table
             first.table = table
-            self.running.append(self.waiting.popleft())
+            self.running.append(first)
 
     def _grow(self, sequence: Sequence) -> bool:
         """Room for its known tokens, at the cost of the youngest. False when that is itself."""
@@ -287,6 +320,13 @@ class Scheduler:
     def _free(self, sequence: Sequence) -> None:
         self.pool.give_back(sequence.table.pages)
         sequence.table, sequence.computed = EMPTY, 0
+
+
+def _goes_on(sequence: Sequence) -> bool:
+    """Whether there is a token after the next one, unless that ends the text, and it can be drawn by whoever
+    doesn't know the next one."""
+    plain = sequence.request.sampling.penalty == 1 and not sequence.request.logits
+    return plain and sequence.generated + 1 < sequence.limit
 
 
 def _part(sequence: Sequence, count: int) -> Part:

@@ -37,13 +37,13 @@ def short_reading(monkeypatch: pytest.MonkeyPatch) -> None:
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int, int]]]:
     """(T, sequences, longest context) of every step that runs."""
     seen: list[tuple[int, int, int]] = []
-    run = Program.call
+    run = Program.begin
 
-    def stepped(self: Program, inputs: Any, symbols: Any, outputs: Any = None) -> Any:
+    def stepped(self: Program, inputs: Any, symbols: Any, *more: Any) -> Any:
         seen.append((symbols["T"], symbols["S"], symbols["C"]))
-        return run(self, inputs, symbols, outputs)
+        return run(self, inputs, symbols, *more)
 
-    monkeypatch.setattr(Program, "call", stepped)
+    monkeypatch.setattr(Program, "begin", stepped)
     yield seen
 
 
@@ -105,13 +105,13 @@ def test_batch_generates_together(plan: str, steps: list[tuple[int, int, int]]) 
 
 def test_rates_are_tokens_over_time(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With steps of a known length: one of 20 ms reads the prompt, one generates a token of each sequence."""
-    run = Program.call
+    run = Program.begin
 
-    def slow(self: Program, inputs: Any, symbols: Any, outputs: Any = None) -> Any:
+    def slow(self: Program, *given: Any) -> Any:
         time.sleep(0.02)
-        return run(self, inputs, symbols, outputs)
+        return run(self, *given)
 
-    monkeypatch.setattr(Program, "call", slow)
+    monkeypatch.setattr(Program, "begin", slow)
     facts = measured(plan, "-p", "30", "-n", "5", "--batch", "1,2", "--repeats", "3")
     tokens_a_step = {("pp", 1): 30, ("pp", 2): 60, ("tg", 1): 1, ("tg", 2): 2}
     for result in facts["results"]:

@@ -82,7 +82,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """interrupted(3): Ctrl-C is pressed during the third step from now on."""
 
     def arm(step: int) -> None:
-        run, count = Program.call, 0
+        run, count = Program.begin, 0
 
         def stepped(self: Program, *args: Any) -> Any:
             nonlocal count
@@ -91,7 +91,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
                 signal.raise_signal(signal.SIGINT)
             return run(self, *args)
 
-        monkeypatch.setattr(Program, "call", stepped)
+        monkeypatch.setattr(Program, "begin", stepped)
 
     return arm
 
