@@ -42,7 +42,11 @@ LIBRARY = WORKSPACE["gpu"][f"linear {LINEAR_BF16}"].device  # of a library of th
 
 
 class Counting(EmulatedDriver):
-    """A GPU that gives memory and computes nothing."""
+    """A GPU that gives memory and computes nothing, so that the host has to set ticks."""
+
+    def __init__(self, index: int = 0, most: int = 1 << 40) -> None:
+        super().__init__(index, most)
+        self.polls = False
 
     def launch(self, launch: Launch) -> None:
         self.launches.append(launch.kernel)

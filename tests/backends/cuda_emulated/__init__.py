@@ -135,10 +135,13 @@ class EmulatedDriver:
         call = getattr(library(), f"call_{launch.kernel}")
         assert launch.shared <= self.limits.shared, launch
         x, y, z = launch.grid
+        came = time.monotonic_ns()
         if launch.kernel == "carry":
-            _until(launch.fields)  # the kernels of another device run one at a time with these
+            _until(launch.fields)  # not in the kernel: those of all devices run one at a time
         args = ctypes.create_string_buffer(launch.args, len(launch.args))
         library().emulate(call, args, x, y, z, launch.threads)
+        if launch.kernel == "carry" and (carry := Carry(*launch.fields)).tick_0:
+            ctypes.c_int64.from_address(carry.stamps).value = came
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         self.recorded += 1
