@@ -96,7 +96,7 @@ class Memory(Protocol):
         """Where a state lies on a device."""
 
 
-ROOM = 64 << 20  # bytes of a GPU that its kernels use in turns: for weights in bf16, keys side by side, sums
+ROOM = 64 << 20  # bytes of a GPU that kernels use in turns: bf16 weights, keys side by side, sums, columns
 TRANSIENT = 128 << 20  # bytes beyond which a GPU's code takes the rows of a step bit by bit
 
 # What compiled code of a kind of device may set aside, by operation, or by operation and numerics: backends

@@ -68,6 +68,9 @@ class Linear(NamedTuple):
     span: int
     slot_bytes: int
     depth: int
+    columns: int = 0
+    piece: int = 0
+    begin: int = 0
 
 
 class Gemm(NamedTuple):

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from flashrt.backends.cuda import args
 from flashrt.backends.cuda.args import Step, launch
-from flashrt.backends.cuda.linear import DIGITS, KINDS, NAMES, PLAIN, THREADS, block_of, on_tiles
+from flashrt.backends.cuda.linear import DIGITS, KINDS, NAMES, PLAIN, WARPS, block_of, on_tiles
 from flashrt.backends.cuda.operands import Matrix, Operands, Tensor
 from flashrt.errors import PlanError
 from flashrt.ir import micro, text
 from flashrt.ir.ops import LINEAR_BF16, LINEAR_EXACT
 from flashrt.layouts import LAYOUTS
 
+THREADS = 32 * (WARPS + 2)  # of source/experts.cu: those that multiply, one that copies, one that finishes
 TOGETHER = 8  # pairs of an item of `expert_plain`
 MANY = 8  # pairs that an expert has on average above which bf16 activations meet tiles of weights
 STAGES = 3  # as source/expert_tiles.cu has them

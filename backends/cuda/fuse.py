@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from flashrt.backend import Compute, Memory
 from flashrt.errors import LawError
@@ -98,16 +99,25 @@ def rows_of(instrs: Sequence[Compute]) -> list[Row]:
     return rows
 
 
+class Taking(Enum):
+    """How a linear prepares its input. NOT: others do. WHILE: some of its blocks while others write already.
+    BEFORE: before it writes anything."""
+
+    NOT = 0
+    WHILE = 1
+    BEFORE = 2
+
+
 class Fuser:
     """Joins the rows of one stream.
 
-    few: whether a linear runs the kernel for few tokens; takes: whether so few that it prepares its input;
-    alone: whether an attention is one token's. moved: slots that `join` wants elsewhere.
+    few: whether a linear runs the kernel for few tokens; takes: how it prepares its input; alone: whether an
+    attention is one token's. moved: slots that `join` wants elsewhere.
     """
 
     def __init__(
-        self, memory: Memory, few: Callable[[micro.Dispatch], bool], takes: Callable[[micro.Dispatch], bool],
-        alone: Callable[[micro.Dispatch], bool],
+        self, memory: Memory, few: Callable[[micro.Dispatch], bool],
+        takes: Callable[[micro.Dispatch], Taking], alone: Callable[[micro.Dispatch], bool],
     ) -> None:  # fmt: skip
         self._memory, self._few, self._takes, self._alone = memory, few, takes, alone
         self.moved: set[int] = set()
@@ -166,12 +176,14 @@ class Fuser:
         assert isinstance(main, micro.Dispatch) and isinstance(source, micro.SlotRef)
         if norm and norm.attr("width") not in (None, self._width(source)):
             return None
-        if source.lo is not None or not self._takes(main) or not all(self._once(ref) for ref in between):
+        taking = self._takes(main)
+        if source.lo is not None or taking is Taking.NOT or not all(self._once(ref) for ref in between):
             return None
         if main.args.count(between[-1]) != 1:
             return None
         joint, taken_rows = self._linear(Joint(rows[at], norm=norm, taken=taken), rows, at + 1)
-        return (joint, taken_rows) if self._apart(source, joint.dst) or self._move(source) else None
+        free = taking is Taking.BEFORE or self._apart(source, joint.dst) or self._move(source)
+        return (joint, taken_rows) if free else None
 
     def _linear(self, joint: Joint, rows: Sequence[Row], at: int) -> tuple[Joint, int]:
         main = joint.main.instr

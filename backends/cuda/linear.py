@@ -9,7 +9,7 @@ from functools import partial
 from flashrt.backend import ROOM
 from flashrt.backends.cuda import args, gemm
 from flashrt.backends.cuda.args import Step, launch
-from flashrt.backends.cuda.fuse import Joint
+from flashrt.backends.cuda.fuse import Joint, Taking
 from flashrt.backends.cuda.operands import Matrix, Operands, Tensor
 from flashrt.errors import PlanError
 from flashrt.ir import micro
@@ -18,14 +18,14 @@ from flashrt.ir.types import Dim
 from flashrt.layouts import LAYOUTS
 
 FEW = 32  # tokens up to which products with bf16 activations run the kernel for few, where tiles don't
-TAKEN = 8  # tokens up to which a product normalises and rounds its input itself: each of its blocks does
+TAKEN = 8  # tokens up to which each block of a product makes columns of its input; of more, a kernel does
 NAMES = {"q4.16x32": "q4", "q4m.16x32": "q4m", "q8.16x32": "q8", "bf16": "bf16"}
 PACKED = {"q4.16x32": 4, "q4m.16x32": 5, "q8.16x32": 8}
 PLAIN = {"f32": 0, "f16": 1, "bf16": 2}
 DIGITS = {LINEAR_EXACT: 4, LINEAR_BF16: 2, LINEAR_I8: 1}  # columns of a token, as source/linear.cu has them
 KINDS = {"f32": 0, "bf16": 1, "u8": 2}  # of activations
 WARPS = 16  # that multiply, of source/linear.cu
-THREADS = 32 * (WARPS + 2)
+THREADS = 32 * (WARPS + 4)  # one that copies, three that finish
 COLUMNS = 32  # at most in one block
 SLOT = 38000  # bytes of a ring's slot at most: 64 blocks of 32 inputs of two row groups in q4
 DEPTH = 8  # slots of a ring at most
@@ -42,9 +42,15 @@ def few(instr: micro.Dispatch, ops: Operands) -> bool:
     return instr.numerics != LINEAR_BF16 or ops.number(ops.tensor(instr.dst).rows) <= FEW
 
 
-def takes(instr: micro.Dispatch, ops: Operands) -> bool:
-    """Whether a linear has so few tokens that it prepares its input itself."""
-    return not gemm.able(instr, ops) and few(instr, ops) and ops.number(ops.tensor(instr.dst).rows) <= TAKEN
+def takes(instr: micro.Dispatch, ops: Operands) -> Taking:
+    """How a linear normalises and rounds its input itself."""
+    if gemm.able(instr, ops) or not few(instr, ops):
+        return Taking.NOT
+    w, rows = ops.matrix(instr.args[1]), ops.number(ops.tensor(instr.dst).rows)
+    if rows <= TAKEN:
+        return Taking.WHILE
+    tokens = block_of(w, rows, instr.numerics, ops).tokens
+    return Taking.BEFORE if -(-rows // tokens) <= _at_once(w, tokens, instr.numerics)[0] else Taking.NOT
 
 
 def on_tiles(w: Matrix) -> bool:
@@ -61,7 +67,7 @@ def linear(joint: Joint, ops: Operands, acts: Mapping[str, int]) -> list[Step]:
     if gemm.able(instr, ops):
         return [gemm.gemm(joint, ops, acts)]
     if few(instr, ops):
-        return [_few(joint, instr, w, ops, acts)]
+        return _few(joint, instr, w, ops, acts)
     if instr.numerics == LINEAR_BF16 and on_tiles(w):
         return _many(joint, instr, w, ops)
     return [_plain(joint, instr, w, ops)]
@@ -76,7 +82,9 @@ def _addends(joint: Joint, instr: micro.Dispatch, ops: Operands) -> tuple[int, i
     return bias, residual.address, residual.stride
 
 
-def _few(joint: Joint, instr: micro.Dispatch, w: Matrix, ops: Operands, acts: Mapping[str, int]) -> Step:
+def _few(
+    joint: Joint, instr: micro.Dispatch, w: Matrix, ops: Operands, acts: Mapping[str, int]
+) -> list[Step]:
     norm, gated = joint.norm, joint.gated
     x, y = ops.tensor(joint.reads[0]), ops.tensor(joint.dst)
     n = w.n // 2 if gated else w.n
@@ -94,8 +102,36 @@ def _few(joint: Joint, instr: micro.Dispatch, w: Matrix, ops: Operands, acts: Ma
         acts[str(gated.attr("act"))] if gated else 0, ops.rows(rows), block.tokens, block.digits,
         block.span, block.slot, block.depth,
     )  # fmt: skip
-    grid = (min(tiles, ops.limits.processors), -(-most // block.tokens))
-    return launch(f"linear_{NAMES[w.layout.name]}_{block.tile}", grid, THREADS, fields, block.shared)
+    name, pieces = NAMES[w.layout.name], -(-most // block.tokens)
+    if most <= TAKEN:
+        grid = (_across(tiles, pieces, ops.limits.processors), pieces)
+        return [launch(f"linear_{name}_{block.tile}", grid, THREADS, fields, block.shared)]
+    at_once, piece = _at_once(w, block.tokens, instr.numerics)
+    columns, steps = ops.scratch("room", ROOM).data_ptr(), list[Step]()
+    for lo in range(0, pieces, at_once):
+        some, begin = min(at_once, pieces - lo), lo * block.tokens
+        part = fields._replace(columns=columns, piece=piece, begin=begin)
+        grid = (_across(tiles, some, ops.limits.processors), some)
+        steps.append(launch(f"columns_{name}", (min(some * block.tokens, most - begin),), 32 * WARPS, part))
+        steps.append(launch(f"linear_{name}_{block.tile}", grid, THREADS, part, block.shared))
+    return steps
+
+
+def _at_once(w: Matrix, tokens: int, numerics: str) -> tuple[int, int]:
+    """How many blocks' columns, of so many tokens each, there is room for, and bytes of a block's."""
+    piece = -(-tokens * held(w, numerics) // 128) * 128
+    return ROOM // piece, piece
+
+
+def _across(tiles: int, pieces: int, processors: int) -> int:
+    """Blocks that share the tiles of each piece of the tokens, so that all are through soonest: a processor
+    has one block at a time, which takes about as long to get its columns as for a tile. Pieces whose blocks
+    run at the same time read weights from memory once."""
+
+    def time(blocks: int) -> int:
+        return -(-blocks * pieces // processors) * (1 + -(-tiles // blocks))
+
+    return min(range(min(tiles, processors), 0, -1), key=time)
 
 
 def _number(norm: micro.Dispatch | None, key: str) -> float:
@@ -142,11 +178,17 @@ def block_of(w: Matrix, rows: int, numerics: str, ops: Operands) -> Block:
 
 def room(w: Matrix, tokens: int, numerics: str) -> int:
     """Bytes of shared memory that a block has for so many tokens' columns and for sums."""
-    plain, digits, blocks = w.layout.name == "bf16", DIGITS[numerics], -(-w.k // 32)
-    held = (3 if numerics == LINEAR_EXACT else 1) if plain else digits  # columns in memory
-    each = blocks * (64 * held if plain else 32 * held + 4 + 4 * held * w.layout.minimum) + 64
-    sums = 16 * 4 * (WARPS + 1) * (1 if plain else 2) * (2 if tokens <= 8 else 1)
-    return tokens * (each + sums)
+    groups = 1 if w.layout.name == "bf16" else 2
+    sums = 16 * 4 * (WARPS + 1) * groups * (2 if tokens <= 8 else 1)
+    return tokens * (held(w, numerics) + 64 + sums)
+
+
+def held(w: Matrix, numerics: str) -> int:
+    """Bytes of a token's columns: values, scales and, with minima, sums."""
+    if w.layout.name == "bf16":
+        return -(-w.k // 32) * 64 * (3 if numerics == LINEAR_EXACT else 1)
+    digits = DIGITS[numerics]
+    return -(-w.k // 32) * (32 * digits + 4 + 4 * digits * w.layout.minimum)
 
 
 def slot_bytes(layout: str, span: int) -> int:

@@ -8,13 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flashrt import backend
 from flashrt.backends.cuda import CudaBackend, CudaDevice, args, encode, gemm, missing
 from flashrt.backends.cuda import linear as products
 from flashrt.backends.cuda import sample as sampling
+from flashrt.backends.cuda.args import Step
 from flashrt.backends.cuda.kernels import STORED
+from flashrt.backends.cuda.operands import Matrix
+from flashrt.ir.ops import LINEAR_EXACT, LINEAR_I8
+from flashrt.ir.text import read_micro
 from flashrt.layouts import LAYOUTS, U8, pack_plain
-from tests.backends.cpu_streams import packed
-from tests.backends.cuda_streams import F32, agree, run, spec
+from tests.backends.cpu_streams import HEAD, compute, packed
+from tests.backends.cuda_streams import F32, DeviceMemory, agree, guard_intact, run, spec
 from tests.backends.kernel_texts import AT, attention_text, linear_text, sample_text
 
 RNG = np.random.default_rng(3)
@@ -79,6 +84,136 @@ def test_a_row_has_the_same_bits_alone_and_among_others(gpu: CudaDevice, layout:
         assert alone.tobytes() == together[t].tobytes()
 
 
+PRODUCTS = [
+    *((layout, LINEAR_EXACT) for layout in products.NAMES),
+    *((layout, LINEAR_I8) for layout in products.PACKED),
+]
+
+
+def prepared(layout: str, n: int, k: int, numerics: str, epilogue: str = "") -> str:
+    """%0, rounded to bytes for int8, · w → %1; the residual is %2."""
+    if numerics == LINEAR_I8:
+        return rounded_to_bytes(layout, n, k, epilogue)
+    return linear(layout, n, k, epilogue, f'numerics="{numerics}"')
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """The launches of products of few tokens."""
+    found: list[Step] = []
+    make = products._few
+
+    def kept(*args: Any) -> list[Step]:
+        made = make(*args)
+        found.extend(made)
+        return made
+
+    monkeypatch.setattr(products, "_few", kept)
+    return found
+
+
+def names(steps: list[Step]) -> list[str]:
+    return [step.kernel for step in steps if isinstance(step, args.Launch)]
+
+
+def room_of(device: CudaDevice) -> Any:
+    """The memory that kernels use in turns, poisoned."""
+    return device._scratch("room", backend.ROOM).fill_(0xFF)
+
+
+@pytest.mark.parametrize("layout,numerics", PRODUCTS)
+def test_seventy_tokens_have_the_bits_of_one_at_a_time(
+    gpu: CudaDevice, steps: list[Step], layout: str, numerics: str
+) -> None:
+    """Columns made once, in pieces of which the last has fewer tokens."""
+    n, k, t = 40, 96 if layout == "bf16" else 200, 70  # bf16 only has kernels for whole blocks of 32
+    text, w = prepared(layout, n, k, numerics, "+bias+residual"), packed(layout, n, k)
+    x, more, blocks = r(t, k) * np.exp(r(t, k)), r(t, n), {"w": w, "b": f32(r(n))}
+    alone = [run(gpu, text, {0: x[i], 2: more[i]}, blocks, T=1).read(1)[0] for i in range(t)]
+    assert not [name for name in names(steps) if "columns" in name]
+    steps.clear()
+    room_of(gpu)
+    together = run(gpu, text, {0: x, 2: more}, blocks, T=t)
+    assert names(steps)[0] == f"columns_{products.NAMES[layout]}" and len(steps) == 2
+    assert guard_intact(together)
+    assert together.read(1).tobytes() == np.stack(alone).tobytes()
+
+
+@pytest.mark.parametrize("layout,numerics", PRODUCTS)
+@pytest.mark.parametrize("n,k,t", [(75, 72, 9), (16, 32, 16), (40, 1632, 33)])
+def test_more_tokens(
+    gpu: CudaDevice, steps: list[Step], layout: str, numerics: str, n: int, k: int, t: int
+) -> None:
+    k = -(-k // 32) * 32 if layout == "bf16" else k
+    values, blocks = {0: r(t, k), 2: r(t, n)}, {"w": packed(layout, n, k), "b": f32(r(n))}
+    room_of(gpu)
+    agree(gpu, prepared(layout, n, k, numerics, "+bias+residual"), values, 1, blocks, T=t)
+    assert len(names(steps)) == 2
+
+
+@pytest.mark.parametrize("layout,numerics", PRODUCTS)
+def test_columns_of_many_tokens_are_made_in_turns(
+    gpu: CudaDevice, steps: list[Step], monkeypatch: pytest.MonkeyPatch, layout: str, numerics: str
+) -> None:
+    """Where there is no room for all of them: a few tokens, their products, and so on; the same bits."""
+    n, k, t = 40, 96, 70
+    text, w = prepared(layout, n, k, numerics, "+residual"), packed(layout, n, k)
+    values = {0: r(t, k), 2: r(t, n)}
+    want = run(gpu, text, values, {"w": w}, T=t).read(1).tobytes()
+    _, product = steps
+    assert isinstance(product, args.Launch)
+    fields, pieces = args.Linear(*product.fields), product.grid[1]  # type: ignore[arg-type]
+    steps.clear()
+    monkeypatch.setattr(products, "ROOM", 2 * fields.piece + 1)
+    room = room_of(gpu)
+    assert run(gpu, text, values, {"w": w}, T=t).read(1).tobytes() == want
+    assert len(steps) == 2 * -(-pieces // 2) > 2
+    assert bool((room[2 * fields.piece :] == 0xFF).all())
+
+
+@pytest.mark.parametrize("t", [8, 20, 70])
+def test_a_result_may_lie_where_its_input_was(
+    gpu: CudaDevice, steps: list[Step], monkeypatch: pytest.MonkeyPatch, t: int
+) -> None:
+    """Where blocks make columns while others write, or not all are made at once, rounding stays a kernel of
+    its own; else the product takes the input itself."""
+    k, layout = 96, "q4.16x32"
+    text, x, w = prepared(layout, k, k, LINEAR_I8), r(t, k), packed(layout, k, k)
+    want = run(gpu, text, {0: x}, {"w": w}, T=t).read(1)
+    fields = args.Linear(*steps[0].fields)  # type: ignore[union-attr,arg-type]
+    if t == 70:
+        monkeypatch.setattr(products, "ROOM", 2 * fields.piece)
+    steps.clear()
+    memory = DeviceMemory(read_micro(HEAD + text), {"cpu:0": gpu}, {"T": t})
+    memory.device, memory.places[1] = gpu, memory.places[0]
+    memory.put(0, x)
+    memory.load_block("w", "cpu:0", w)
+    gpu.run(gpu.load(compute(memory.stream), memory), 1)
+    assert memory.read(1).tobytes() == want.tobytes()
+    fields = args.Linear(*steps[0].fields)  # type: ignore[union-attr,arg-type]
+    assert (fields.x == fields.y) is (fields.x_kind == 0) is (t == 20)
+
+
+def test_columns_fit_their_room() -> None:
+    """One piece of them at least, however wide a product."""
+    for layout, numerics in PRODUCTS:
+        for k in (32, 4096, 53248):
+            w = Matrix(0, 64, k, LAYOUTS[layout])
+            assert 32 * products.held(w, numerics) + 128 <= backend.ROOM
+
+
+@pytest.mark.parametrize(
+    "tiles,pieces,processors,blocks",
+    [
+        (192, 1, 132, 132), (5, 1, 132, 5), (128, 8, 132, 16), (896, 3, 132, 44),
+        (128, 70, 132, 13), (3, 9, 4, 1),
+    ],
+)  # fmt: skip
+def test_pieces_share_processors(tiles: int, pieces: int, processors: int, blocks: int) -> None:
+    """In one round of the processors, or in several where that is sooner."""
+    assert products._across(tiles, pieces, processors) == blocks
+
+
 def quantised(layout: str, n: int, k: int, epilogue: str = "") -> str:
     text = linear(layout, n, k, epilogue, ROUNDED).replace("args=[%0", "args=[%3")
     slot = f"slot %3 cpu:0 bf16[32*ceildiv(T,32),{-(-k // 32) * 32}]\n"
@@ -131,12 +266,13 @@ def test_pieces_of_a_weight_fit_and_are_even() -> None:
 WHOLE = 'numerics="act=i8/32 acc=f32"'
 
 
-def rounded_to_bytes(layout: str, n: int, k: int) -> str:
-    text = linear(layout, n, k, "", WHOLE).replace("args=[%0", "args=[%3")
+def rounded_to_bytes(layout: str, n: int, k: int, epilogue: str = "") -> str:
+    text = linear(layout, n, k, epilogue, WHOLE).replace("args=[%0", "args=[%3")
     slot = f"slot %3 cpu:0 u8[T,{k + 4 * -(-k // 32)}]\n"
     head, block, rest = text.partition("block ")
     head, text = head + slot, block + rest
-    return head + text.replace("dispatch", f"quantize {AT} src=%0 dst=%3 scheme=i8/32\ndispatch")
+    first = "bias " if "bias" in epilogue else "dispatch "
+    return head + text.replace(first, f"quantize {AT} src=%0 dst=%3 scheme=i8/32\n{first}", 1)
 
 
 @pytest.mark.parametrize("layout", ["q4.16x32", "q4m.16x32", "q8.16x32"])

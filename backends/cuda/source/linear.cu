@@ -1,7 +1,7 @@
 // y = x·wᵀ (+ bias) (+ residual) for few tokens, on tensor cores, at the pace at which weights can be read.
 //
 // A block makes 32 output channels at a time, two row groups (bf16: 16). One warp copies weights into a ring of slots
-// in shared memory; 16 warps multiply, warp w the blocks w, w+16, … of 32 inputs; one adds up their sums, in one order,
+// in shared memory; 16 warps multiply, warp w the blocks w, w+16, … of 32 inputs; three add up their sums, in one order,
 // while they are at the next tile. The ring fills while the kernel before ends.
 //
 // Quantised weights meet x as whole numbers: a block of 32 activations has one scale, a power of two for which
@@ -11,6 +11,9 @@
 //
 // With `act`, channel c of a tile's two groups are gate and up: y = act(gate)·up.
 // With `norm_on`, x is first divided by its root mean square and multiplied by offset + norm.
+//
+// Blocks make columns of few tokens themselves, each for itself; of more, a kernel in front makes them once, as they lie
+// in a block's shared memory.
 
 struct LinearArgs {
   const char* w;         // rows of the first group
@@ -30,9 +33,13 @@ struct LinearArgs {
   i64 tokens, digits;    // at most in one block; columns for each
   i64 span;              // blocks of 32 inputs in one slot of the ring, a multiple of 16
   i64 slot_bytes, depth; // of the ring
+  char* columns;         // x as columns, `piece` bytes for each block's tokens; 0: blocks make them
+  i64 piece;
+  i64 begin;             // the first token of this launch
 };
 
-constexpr int WARPS = 16;         // that multiply; behind them one that copies, and one that finishes
+constexpr int WARPS = 16;         // that multiply; behind them one that copies, and those that finish
+constexpr int FINISHERS = 3;
 constexpr int PITCH = WARPS + 1;  // of partial sums: neighbouring cells lie in different banks
 
 // Row groups that a block of threads makes at a time.
@@ -44,18 +51,19 @@ constexpr int SUMS = 2;  // sets of the warps' sums: one is added up while the n
 __device__ __forceinline__ int ring_bytes(int slot_bytes, int depth) { return HEAD + depth * slot_bytes; }
 
 // Sets up what a block's warps hand each other, by all of its threads: the ring of weights, and barriers for a ring of
-// sums, whose place depends on the product.
-__device__ __forceinline__ Ring ring_at(char* shared, int slot_bytes, int depth) {
+// sums, whose place depends on the product. finishers: warps that empty those.
+__device__ __forceinline__ Ring ring_at(char* shared, int slot_bytes, int depth, int finishers = 1) {
   const Ring ring{shared + HEAD, (u64*)shared, (u64*)shared + 8, slot_bytes, depth};
   u64* sums = (u64*)shared + 16;
   if ((int)threadIdx.x < depth) {
     barrier_make(ring.full + threadIdx.x, FILLERS);
     barrier_make(ring.empty + threadIdx.x, WARPS);
+    if (threadIdx.x == 0) barrier_make(sums + 2 * SUMS, 1);  // columns
     barriers_made();
   }
   if (threadIdx.x < SUMS) {
     barrier_make(sums + threadIdx.x, WARPS);
-    barrier_make(sums + SUMS + threadIdx.x, 1);
+    barrier_make(sums + SUMS + threadIdx.x, finishers);
   }
   __syncthreads();
   return ring;
@@ -544,13 +552,13 @@ __device__ __forceinline__ void hand_over(float* parts, float (*sums)[4], int di
   }
 }
 
-// Where a product's columns of x lie in shared memory, and the warps' sums.
+// Where a product's columns of x lie in shared memory, and behind them the warps' sums.
 template <int FORMAT>
 struct Layout {
   Columns x;
   float* kept;   // [cell]: gates, bf16
   float* parts;  // [sets][group][cell][PITCH]
-  int cells, set, sets;
+  int cells, set, sets, bytes;  // bytes: of the columns
 
   __device__ __forceinline__ Layout(const LinearArgs& a, int tokens, char* room) {
     const int nblk = ((int)a.k + 31) / 32;
@@ -564,8 +572,26 @@ struct Layout {
     sets = tokens <= 8 ? SUMS : 1;
     kept = x.sums + (FORMAT == 5 ? nblk * x.count : 0);
     parts = kept + (GROUPS<FORMAT> == 1 ? cells : 0);
+    bytes = (int)((char*)kept - room);
   }
 };
+
+// Copies columns into shared memory, in whole 16 bytes, by the warps that multiply.
+__device__ __forceinline__ void fetch(char* to, const char* from, int bytes, u64* there) {
+  bytes = (bytes + 15) & ~15;
+#ifdef BULK
+  if (threadIdx.x == 0) {
+    barrier_expect(there, bytes);
+    bulk_ahead(to, from, bytes, there);
+  }
+  barrier_wait(there, 0);
+#else
+  for (int c = threadIdx.x * 16; c < bytes; c += 512 * 16) copy_ahead(to + c, from + c, true);
+  copies_end();
+  copies_but<0>();
+  meet(0, 512);
+#endif
+}
 
 // What the multiplying warps do. room: shared memory for x and sums.
 template <int FORMAT, int NT, bool ONE>
@@ -576,12 +602,16 @@ __device__ __forceinline__ void product(const LinearArgs& a, i64 first, int toke
   u64* full = ring.full + 16;
   Turn turn, given;
   float w[8];
-  if (a.norm_on) weights8(a, threadIdx.x, w);
+  if (a.norm_on && !a.columns) weights8(a, threadIdx.x, w);
   after_others();
   const Layout<FORMAT> here(a, tokens, room);
   const Columns& x = here.x;
-  for (int t = 0; t < tokens; ++t) stage<FORMAT>(a, first + t, t, tokens, w, x, here.parts);
-  meet(0, 512);
+  if (a.columns) {
+    fetch(room, a.columns + blockIdx.y * a.piece, here.bytes, full + 2 * SUMS);
+  } else {
+    for (int t = 0; t < tokens; ++t) stage<FORMAT>(a, first + t, t, tokens, w, x, here.parts);
+    meet(0, 512);
+  }
   const int shift = x.digits == 4 ? 2 : x.digits == 2 ? 1 : 0;
   // the lane's first bytes of its warp's first block in a slot
   const int quants = FORMAT == 16 ? (lane >> 2) * row_pitch(span) + warp * 64 + (lane & 3) * 16
@@ -622,13 +652,14 @@ __device__ __forceinline__ void product(const LinearArgs& a, i64 first, int toke
   }
 }
 
-// What the last warp does: adds up, in order, what the others have for an output, and writes it.
+// What the last warps do: add up, in order, what the others have for an output, and write it. mine: which of them this is.
 template <int FORMAT>
 __device__ __forceinline__ void finish(
-    const LinearArgs& a, i64 first, int tokens, const Ring& ring, char* room, int lane) {
-  constexpr int U = GROUPS<FORMAT>;
+    const LinearArgs& a, i64 first, int tokens, const Ring& ring, char* room, int lane, int mine) {
+  constexpr int U = GROUPS<FORMAT>, STEP = FINISHERS * (3 - U), SOME = 4;  // tokens between two of a lane's; at a time
   const int halves = a.act && U == 1 ? 2 : 1, tiles = (int)a.tiles, apart = a.act ? 1 : U;
   const int r = lane & 15, side = lane >> 4;  // side: the group or, with one group, every other token
+  const int begin = U == 1 ? 2 * mine + side : mine;
   const bool gated = a.act != 0;
   u64* full = ring.full + 16;
   const Layout<FORMAT> here(a, tokens, room);
@@ -638,24 +669,41 @@ __device__ __forceinline__ void finish(
     const i64 channel = (i64)(at * apart + (U == 2 && !gated ? side : 0)) * 16 + r;
     for (int h = 0; h < halves; ++h) {
       const bool last = h + 1 == halves;
-      const int t0 = U == 1 ? side : 0;
-      float more = last && channel < a.n && t0 < tokens ? addend(a, first + t0, channel) : 0.f;
-      barrier_wait(full + given.slot, given.parity);
-      const float* set = here.parts + given.slot * here.set + (U == 2 ? side * here.cells * PITCH : 0);
-      for (int t = 0; t < tokens; t += 3 - U) {
-        const int token = t + t0, cell = token * 16 + r;
-        const bool in = token < tokens;
-        float v = 0.f;
-        if (in)
+      float more[SOME], next[SOME];
+      auto addends = [&](float* v, int token) {
 #pragma unroll
-          for (int w = 0; w < WARPS; ++w) v = __fadd_rn(v, set[cell * PITCH + w]);
-        const float up = __shfl_xor_sync(0xffffffffu, v, 16);
-        if (!in || channel >= a.n) continue;
-        if (!last) { here.kept[cell] = v; continue; }
-        if (gated && U == 2 && side) continue;
-        if (t) more = addend(a, first + token, channel);
-        if (gated) v = U == 2 ? __fmul_rn(activated(v, (int)a.act), up) : __fmul_rn(activated(here.kept[cell], (int)a.act), v);
-        write_result(a, first + token, channel, __fadd_rn(v, more));
+        for (int e = 0; e < SOME; ++e, token += STEP)
+          v[e] = last && channel < a.n && token < tokens ? addend(a, first + token, channel) : 0.f;
+      };
+      addends(more, begin);
+      barrier_wait(full + given.slot, given.parity);
+      const float* set = here.parts + given.slot * here.set + (U == 2 ? side * here.cells * PITCH : 0) + r * PITCH;
+      for (int t = 0; t < tokens; t += SOME * STEP) {
+        addends(next, begin + t + SOME * STEP);
+        float v[SOME] = {};
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w)
+#pragma unroll
+          for (int e = 0; e < SOME; ++e) {
+            const int token = begin + t + e * STEP;
+            if (token < tokens) v[e] = __fadd_rn(v[e], set[token * 16 * PITCH + w]);
+          }
+#pragma unroll
+        for (int e = 0; e < SOME; ++e) {
+          const int token = begin + t + e * STEP, cell = token * 16 + r;
+          float sum = v[e];
+          const float up = __shfl_xor_sync(0xffffffffu, sum, 16);
+          if (token >= tokens || channel >= a.n) continue;
+          if (!last) { here.kept[cell] = sum; continue; }
+          if (gated && U == 2 && side) continue;
+          if (gated) {
+            const float gate = U == 2 ? sum : here.kept[cell];
+            sum = __fmul_rn(activated(gate, (int)a.act), U == 2 ? up : sum);
+          }
+          write_result(a, first + token, channel, __fadd_rn(sum, more[e]));
+        }
+#pragma unroll
+        for (int e = 0; e < SOME; ++e) more[e] = next[e];
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(full + SUMS + given.slot);
@@ -668,13 +716,13 @@ template <int FORMAT, int NT>
 __device__ __forceinline__ void linear(const LinearArgs& a) {
   SHARED_BYTES(shared);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const i64 first = blockIdx.y * a.tokens, left = from_host(a.rows) - first;
+  const i64 first = a.begin + blockIdx.y * a.tokens, left = from_host(a.rows) - first;
   if (left <= 0) { after_others(); return; }
-  const Ring ring = ring_at(shared, (int)a.slot_bytes, (int)a.depth);
+  const Ring ring = ring_at(shared, (int)a.slot_bytes, (int)a.depth, FINISHERS);
   const int tokens = (int)(left < a.tokens ? left : a.tokens);
   char* room = shared + ring_bytes(ring.slot_bytes, ring.depth);
   if (warp == WARPS) feed<FORMAT>(a, ring, lane);
-  else if (warp > WARPS) finish<FORMAT>(a, first, tokens, ring, room, lane);
+  else if (warp > WARPS) finish<FORMAT>(a, first, tokens, ring, room, lane, warp - WARPS - 1);
   else if (FORMAT != 16 && a.digits == 1) product<FORMAT, NT, true>(a, first, tokens, ring, room);
   else product<FORMAT, NT, false>(a, first, tokens, ring, room);
 }

@@ -1,7 +1,7 @@
-// The kernels of products for few tokens: a format, and how many eights of columns.
+// The kernels of products for few tokens: a format, and how many eights of columns. And those that make columns.
 
 #define LINEAR(name, format, nt) \
-  extern "C" __global__ void __launch_bounds__(576, 1) name(LinearArgs a) { linear<format, nt>(a); }
+  extern "C" __global__ void __launch_bounds__(640, 1) name(LinearArgs a) { linear<format, nt>(a); }
 
 LINEAR(linear_q4_1, 4, 1)
 LINEAR(linear_q4_2, 4, 2)
@@ -15,3 +15,24 @@ LINEAR(linear_q8_4, 8, 4)
 LINEAR(linear_bf16_1, 16, 1)
 LINEAR(linear_bf16_2, 16, 2)
 LINEAR(linear_bf16_4, 16, 4)
+
+// Makes the columns of a token, for the kernel behind.
+template <int FORMAT>
+__device__ __forceinline__ void columns(const LinearArgs& a) {
+  __shared__ float room[WARPS];
+  const i64 piece = blockIdx.x / a.tokens, first = a.begin + piece * a.tokens, row = a.begin + blockIdx.x;
+  const i64 rows = from_host(a.rows), left = rows - first;
+  float w[8];
+  if (a.norm_on) weights8(a, threadIdx.x, w);
+  let_others_start();
+  after_others();
+  if (row >= rows) return;
+  const int tokens = (int)(left < a.tokens ? left : a.tokens);
+  const Layout<FORMAT> there(a, tokens, a.columns + piece * a.piece);
+  stage<FORMAT>(a, row, (int)(row - first), tokens, w, there.x, room);
+}
+
+extern "C" __global__ void __launch_bounds__(512) columns_q4(LinearArgs a) { columns<4>(a); }
+extern "C" __global__ void __launch_bounds__(512) columns_q4m(LinearArgs a) { columns<5>(a); }
+extern "C" __global__ void __launch_bounds__(512) columns_q8(LinearArgs a) { columns<8>(a); }
+extern "C" __global__ void __launch_bounds__(512) columns_bf16(LinearArgs a) { columns<16>(a); }
