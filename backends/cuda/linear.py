@@ -25,7 +25,7 @@ PLAIN = {"f32": 0, "f16": 1, "bf16": 2}
 DIGITS = {LINEAR_EXACT: 4, LINEAR_BF16: 2, LINEAR_I8: 1}  # columns of a token, as source/linear.cu has them
 KINDS = {"f32": 0, "bf16": 1, "u8": 2}  # of activations
 WARPS = 16  # that multiply, of source/linear.cu
-THREADS = 32 * (WARPS + 4)  # one that copies, three that finish
+FINISHERS = {1: 1, 2: 3, 4: 3}  # warps that finish, by eights of columns; one more copies
 COLUMNS = 32  # at most in one block
 SLOT = 38000  # bytes of a ring's slot at most: 64 blocks of 32 inputs of two row groups in q4
 DEPTH = 8  # slots of a ring at most
@@ -105,7 +105,7 @@ def _few(
     name, pieces = NAMES[w.layout.name], -(-most // block.tokens)
     if most <= TAKEN:
         grid = (_across(tiles, pieces, ops.limits.processors), pieces)
-        return [launch(f"linear_{name}_{block.tile}", grid, THREADS, fields, block.shared)]
+        return [launch(f"linear_{name}_{block.tile}", grid, block.threads, fields, block.shared)]
     at_once, piece = _at_once(w, block.tokens, instr.numerics)
     columns, steps = ops.scratch("room", ROOM).data_ptr(), list[Step]()
     for lo in range(0, pieces, at_once):
@@ -113,7 +113,7 @@ def _few(
         part = fields._replace(columns=columns, piece=piece, begin=begin)
         grid = (_across(tiles, some, ops.limits.processors), some)
         steps.append(launch(f"columns_{name}", (min(some * block.tokens, most - begin),), 32 * WARPS, part))
-        steps.append(launch(f"linear_{name}_{block.tile}", grid, THREADS, part, block.shared))
+        steps.append(launch(f"linear_{name}_{block.tile}", grid, block.threads, part, block.shared))
     return steps
 
 
@@ -152,6 +152,11 @@ class Block:
     slot: int
     depth: int
     shared: int
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * (WARPS + 1 + FINISHERS[self.tile])
 
 
 def block_of(w: Matrix, rows: int, numerics: str, ops: Operands) -> Block:

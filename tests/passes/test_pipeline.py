@@ -83,8 +83,8 @@ def test_time_grows_with_the_graph() -> None:
         compile_graph(graph, machine(), Options(weight_bytes={"cpu:0": 40_000 + 10_000 * layers}))
         return time.process_time() - start
 
-    seconds(2)
-    assert seconds(64) < 8 * 2.5 * seconds(8)
+    few, many = (min(seconds(layers) for _ in range(3)) for layers in (8, 64))  # the least others disturbed
+    assert many < 8 * 2.5 * few
 
 
 def tall(layers: int) -> logical.Graph:

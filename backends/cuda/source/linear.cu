@@ -1,7 +1,7 @@
 // y = x·wᵀ (+ bias) (+ residual) for few tokens, on tensor cores, at the pace at which weights can be read.
 //
 // A block makes 32 output channels at a time, two row groups (bf16: 16). One warp copies weights into a ring of slots
-// in shared memory; 16 warps multiply, warp w the blocks w, w+16, … of 32 inputs; three add up their sums, in one order,
+// in shared memory; 16 warps multiply, warp w the blocks w, w+16, … of 32 inputs; one to three add up their sums, in order,
 // while they are at the next tile. The ring fills while the kernel before ends.
 //
 // Quantised weights meet x as whole numbers: a block of 32 activations has one scale, a power of two for which
@@ -39,7 +39,13 @@ struct LinearArgs {
 };
 
 constexpr int WARPS = 16;         // that multiply; behind them one that copies, and those that finish
-constexpr int FINISHERS = 3;
+
+// Warps that finish, and the tokens that each adds up at a time. One token is through sooner with little code.
+template <int NT>
+constexpr int FINISHERS = NT == 1 ? 1 : 3;
+template <int NT>
+constexpr int SOME = NT == 1 ? 1 : 4;
+
 constexpr int PITCH = WARPS + 1;  // of partial sums: neighbouring cells lie in different banks
 
 // Row groups that a block of threads makes at a time.
@@ -653,10 +659,10 @@ __device__ __forceinline__ void product(const LinearArgs& a, i64 first, int toke
 }
 
 // What the last warps do: add up, in order, what the others have for an output, and write it. mine: which of them this is.
-template <int FORMAT>
+template <int FORMAT, int NT>
 __device__ __forceinline__ void finish(
     const LinearArgs& a, i64 first, int tokens, const Ring& ring, char* room, int lane, int mine) {
-  constexpr int U = GROUPS<FORMAT>, STEP = FINISHERS * (3 - U), SOME = 4;  // tokens between two of a lane's; at a time
+  constexpr int U = GROUPS<FORMAT>, MANY = SOME<NT>, STEP = FINISHERS<NT> * (3 - U);  // tokens between two of a lane's
   const int halves = a.act && U == 1 ? 2 : 1, tiles = (int)a.tiles, apart = a.act ? 1 : U;
   const int r = lane & 15, side = lane >> 4;  // side: the group or, with one group, every other token
   const int begin = U == 1 ? 2 * mine + side : mine;
@@ -669,27 +675,27 @@ __device__ __forceinline__ void finish(
     const i64 channel = (i64)(at * apart + (U == 2 && !gated ? side : 0)) * 16 + r;
     for (int h = 0; h < halves; ++h) {
       const bool last = h + 1 == halves;
-      float more[SOME], next[SOME];
+      float more[MANY], next[MANY];
       auto addends = [&](float* v, int token) {
 #pragma unroll
-        for (int e = 0; e < SOME; ++e, token += STEP)
+        for (int e = 0; e < MANY; ++e, token += STEP)
           v[e] = last && channel < a.n && token < tokens ? addend(a, first + token, channel) : 0.f;
       };
       addends(more, begin);
       barrier_wait(full + given.slot, given.parity);
       const float* set = here.parts + given.slot * here.set + (U == 2 ? side * here.cells * PITCH : 0) + r * PITCH;
-      for (int t = 0; t < tokens; t += SOME * STEP) {
-        addends(next, begin + t + SOME * STEP);
-        float v[SOME] = {};
+      for (int t = 0; t < tokens; t += MANY * STEP) {
+        addends(next, begin + t + MANY * STEP);
+        float v[MANY] = {};
 #pragma unroll
         for (int w = 0; w < WARPS; ++w)
 #pragma unroll
-          for (int e = 0; e < SOME; ++e) {
+          for (int e = 0; e < MANY; ++e) {
             const int token = begin + t + e * STEP;
             if (token < tokens) v[e] = __fadd_rn(v[e], set[token * 16 * PITCH + w]);
           }
 #pragma unroll
-        for (int e = 0; e < SOME; ++e) {
+        for (int e = 0; e < MANY; ++e) {
           const int token = begin + t + e * STEP, cell = token * 16 + r;
           float sum = v[e];
           const float up = __shfl_xor_sync(0xffffffffu, sum, 16);
@@ -703,7 +709,7 @@ __device__ __forceinline__ void finish(
           write_result(a, first + token, channel, __fadd_rn(sum, more[e]));
         }
 #pragma unroll
-        for (int e = 0; e < SOME; ++e) more[e] = next[e];
+        for (int e = 0; e < MANY; ++e) more[e] = next[e];
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(full + SUMS + given.slot);
@@ -718,11 +724,11 @@ __device__ __forceinline__ void linear(const LinearArgs& a) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const i64 first = a.begin + blockIdx.y * a.tokens, left = from_host(a.rows) - first;
   if (left <= 0) { after_others(); return; }
-  const Ring ring = ring_at(shared, (int)a.slot_bytes, (int)a.depth, FINISHERS);
+  const Ring ring = ring_at(shared, (int)a.slot_bytes, (int)a.depth, FINISHERS<NT>);
   const int tokens = (int)(left < a.tokens ? left : a.tokens);
   char* room = shared + ring_bytes(ring.slot_bytes, ring.depth);
   if (warp == WARPS) feed<FORMAT>(a, ring, lane);
-  else if (warp > WARPS) finish<FORMAT>(a, first, tokens, ring, room, lane, warp - WARPS - 1);
+  else if (warp > WARPS) finish<FORMAT, NT>(a, first, tokens, ring, room, lane, warp - WARPS - 1);
   else if (FORMAT != 16 && a.digits == 1) product<FORMAT, NT, true>(a, first, tokens, ring, room);
   else product<FORMAT, NT, false>(a, first, tokens, ring, room);
 }

@@ -1,7 +1,9 @@
 // The kernels of products for few tokens: a format, and how many eights of columns. And those that make columns.
 
 #define LINEAR(name, format, nt) \
-  extern "C" __global__ void __launch_bounds__(640, 1) name(LinearArgs a) { linear<format, nt>(a); }
+  extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1 + FINISHERS<nt>), 1) name(LinearArgs a) { \
+    linear<format, nt>(a); \
+  }
 
 LINEAR(linear_q4_1, 4, 1)
 LINEAR(linear_q4_2, 4, 2)
