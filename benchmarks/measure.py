@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def interleaved(asked: Sequence[Peer], repeats: int, *, company: int = 0, **requ
     for _ in range(2 * repeats):
         for peer in asked:
             if peer.name in rates and len(rates[peer.name]) < repeats:
-                rate, clean = quiet(lambda peer=peer: beside(company, lambda: peer.ask(**request)))
+                rate, clean = quiet(partial(beside, company, partial(peer.ask, **request)))
                 if clean:
                     rates[peer.name].append(rate)
                 else:

@@ -140,7 +140,7 @@ class EmulatedDriver:
             _until(launch.fields)  # not in the kernel: those of all devices run one at a time
         args = ctypes.create_string_buffer(launch.args, len(launch.args))
         library().emulate(call, args, x, y, z, launch.threads)
-        if launch.kernel == "carry" and (carry := Carry(*launch.fields)).tick_0:
+        if launch.kernel == "carry" and (carry := _carry(launch.fields)).tick_0:
             ctypes.c_int64.from_address(carry.stamps).value = came
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -154,9 +154,13 @@ class EmulatedDriver:
         self.locked.clear()
 
 
+def _carry(fields: tuple[Any, ...]) -> Carry:
+    return Carry(*fields)
+
+
 def _until(fields: tuple[Any, ...]) -> None:
     """Waits until the ticks are reached that a `carry` waits for, or the step is given up."""
-    carry = Carry(*fields)
+    carry = _carry(fields)
     epoch = _word(carry.epoch)
     for tick, step in zip(carry[0:4], carry[4:8], strict=True):
         while tick and _word(tick) < epoch + step and not _word(carry.abort):
