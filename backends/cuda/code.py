@@ -35,6 +35,7 @@ from flashrt.backends.cuda.args import Launch, Live, Step, launch
 from flashrt.backends.cuda.driver import Driver, Mark
 from flashrt.backends.cuda.encode import alone, encode
 from flashrt.backends.cuda.fuse import Fuser, Joint, rows_of
+from flashrt.backends.cuda.kernels import KIND
 from flashrt.backends.cuda.linear import few, takes
 from flashrt.backends.cuda.operands import Operands, Scratch, Sizes, Twin, address_of
 from flashrt.backends.cuda.sample import greedy_only
@@ -63,7 +64,7 @@ class Bucket:
     steps: list[Step]
     keep: list[Any]
     table: I64
-    fed: Mapping[int, int] = field(default_factory=dict)
+    fed: Mapping[int, int] | None = field(default_factory=dict)
     replay: list[Callable[[], None]] = field(default_factory=list)
     runs: int = 0
 
@@ -313,6 +314,7 @@ class Code:
                 piece.buckets.popitem(last=False)
         piece.buckets.move_to_end(key)
         if found.fed != fed:
+            found.fed = None  # first: Ctrl-C may strike while the table changes
             found.table[1:, 0] = [self._source(slot, fed) for slot in piece.inputs]
             found.fed = dict(fed)
         found.runs += 1
@@ -325,6 +327,15 @@ class Code:
 
     def _made(self, piece: Piece, env: Env, greedy: bool) -> Bucket:
         """A new bucket; where memory is lacking, without any of the old ones."""
+        made = self._with_room(piece, env, greedy)
+        for step in made.steps:
+            if isinstance(step, Launch):
+                self._driver.prepare(
+                    step
+                )  # loading a kernel may wait for those under way, and they for ticks
+        return made
+
+    def _with_room(self, piece: Piece, env: Env, greedy: bool) -> Bucket:
         try:
             return self._bucket(piece, env, greedy)
         except Exception as error:
@@ -362,7 +373,9 @@ class Code:
         asked = {w.tick for i in others for w in i.waits} & inner
         cuts = [tuple(cut) for cut in _cuts(instrs, inner, asked)]
         stays = not any(self._blocks[ref.block].home == "ring" for i in instrs for ref in _rows_of(i))
-        if self._driver.polls and stays:
+        # recording waits until all GPUs are through: one would wait for a kernel that waits for another
+        gpus = {i.device for i in self._memory.stream.instrs if i.device.startswith(f"{KIND}:")}
+        if self._driver.polls and stays and len(gpus) == 1:
             times = self._driver.pinned(24 * len(cuts)).view(np.int64).reshape(-1, 3)
             parts = []
             for cut, stamps in zip(cuts, times, strict=True):
@@ -406,9 +419,16 @@ class Code:
 
     # ---- a bucket
     def _bucket(self, piece: Piece, env: Env, greedy: bool) -> Bucket:
+        keep: dict[int, Any] = {}
+
+        def scratch(what: str, nbytes: int) -> Any:
+            memory = self._scratch(what, nbytes)
+            keep[id(memory)] = memory  # a launch has its address, also when a larger one has taken its place
+            return memory
+
         ops = Operands(
             self._memory, self._device, self._driver.limits, env, greedy, self._sizes, self._twins,
-            self._scratch, self._slots, self._blocks,
+            scratch, self._slots, self._blocks,
         )  # fmt: skip
         fuser = Fuser(
             self._memory, lambda instr: few(instr, ops), lambda instr: takes(instr, ops),
@@ -420,7 +440,7 @@ class Code:
         steps = [step for part, some in parts for step in _encoded(part, some, there)]
         table, pull = self._pull(piece, env)
         push = [self._push(result, env) for result in self._results.values()]
-        return Bucket([pull, *steps, *push], [table, *self._scratch.all()], table)
+        return Bucket([pull, *steps, *push], [table, *keep.values()], table)
 
     def _pull(self, piece: Piece, env: Env) -> tuple[I64, Step]:
         """The launch that brings sizes and a piece's inputs onto the device, and the table that it reads."""

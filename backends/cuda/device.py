@@ -2,8 +2,8 @@
 
 What crosses between host and device goes by copies of their own, beside the kernels, at the link's full rate
 where the host's memory is page-locked: inputs, the activations of host devices that share a plan with this
-one (`pinned`), and the weights that they keep and lend (`lock`). Other memory works as well, more slowly:
-CUDA's driver carries it over through some of its own.
+one (`pinned`), and the weights that they keep and lend (`lock`). Other weights work as well, more slowly:
+CUDA's driver carries them over through some of its own.
 """
 
 from __future__ import annotations

@@ -69,6 +69,9 @@ class Driver(Protocol):
     def mark(self) -> Mark:
         """A mark, not yet set."""
 
+    def prepare(self, launch: Launch) -> None:
+        """Makes a kernel ready to be enqueued."""
+
     def launch(self, launch: Launch) -> None:
         """Enqueues a kernel."""
 
@@ -131,7 +134,10 @@ class GpuDriver:
 
     def pinned(self, nbytes: int) -> U8:
         if nbytes < LARGE:
-            small: U8 = self._torch.zeros(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()
+            try:
+                small: U8 = self._torch.zeros(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()
+            except RuntimeError as error:
+                raise MemoryError(f"{nbytes} bytes of page-locked memory: {error}") from None
             return small
         self._enter()  # torch would take the next power of two
         portable = self._cuda.CU_MEMHOSTALLOC_PORTABLE
@@ -210,6 +216,9 @@ class GpuDriver:
     def mark(self, stream: Any = None) -> Mark:
         self._enter()
         return _Event(self, (stream or self._stream).cuda_stream)
+
+    def prepare(self, launch: Launch) -> None:
+        self._function(launch.kernel, launch.shared)
 
     def launch(self, launch: Launch) -> None:
         cuda = self._cuda

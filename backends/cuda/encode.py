@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashrt.backend import ROOM
 from flashrt.backends.cuda import args, latent, prefill
@@ -162,8 +162,35 @@ def _last(arg: micro.Arg, ops: Operands) -> int:
 
 
 def alone(instr: micro.Dispatch, ops: Operands) -> bool:
-    """Whether an attention is one token's, which can then rotate and write what it needs itself."""
-    return not latent.is_latent(instr) and ops.number(ops.tensor(instr.dst).rows) == 1
+    """Whether an attention is one token's, which can then rotate and write what it needs itself: there must
+    be room for the sums of its ranges of keys."""
+    if latent.is_latent(instr) or ops.number(ops.tensor(instr.dst).rows) != 1:
+        return False
+    return _ranges(instr, ops).sums <= ROOM
+
+
+class Ranges(NamedTuple):
+    """How an attention's keys are shared. together: query heads of a block; cells: blocks for a token and
+    a range; page: bytes of one in shared memory; warps: pages of a range; ranges: of the page table; sums:
+    bytes of those of all ranges."""
+
+    together: int
+    cells: int
+    page: int
+    warps: int
+    ranges: int
+    sums: int
+
+
+def _ranges(instr: micro.Dispatch, ops: Operands) -> Ranges:
+    _, kv_heads, dim, bf16 = ops.state(instr)
+    heads = _attr(instr, "heads")
+    together = next(g for g in (4, 2, 1) if heads // kv_heads % g == 0)
+    rows, cells = ops.number(ops.tensor(instr.dst).rows), heads // together
+    page = 2 * PAGE * (-(-dim * (2 if bf16 else 4) // 128) * 128 + 32)  # bytes in shared memory
+    warps = 4 if 4 * page <= WIDEST else 2
+    ranges = -(-ops.number(_lookup(instr.args[3], ops).width) // warps)
+    return Ranges(together, cells, page, warps, ranges, 4 * rows * cells * ranges * together * (dim + 2))
 
 
 def _attention(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
@@ -179,18 +206,12 @@ def _attention(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]
     pairs = next((p for p in (1, 2, 4) if dim <= 64 * p), 0)
     if not pairs or d % 2 or dv % 2:
         raise PlanError(f"{ops.device}: heads of {d} and {dv} channels; even numbers up to 256 can run here")
-    group = heads // kv_heads
-    together = next(g for g in (4, 2, 1) if group % g == 0)
-    rows, cells = ops.number(q.rows), heads // together
-    page = 2 * PAGE * (-(-dim * (2 if bf16 else 4) // 128) * 128 + 32)  # bytes in shared memory
-    warps = 4 if 4 * page <= WIDEST else 2
-    ranges = -(-ops.number(pages.width) // warps)
-    sums = 4 * rows * cells * ranges * together * (dim + 2)  # bytes
+    rows, (together, cells, page, warps, ranges, sums) = ops.number(q.rows), _ranges(instr, ops)
     split = ranges > 1 and rows <= SPLIT and rows * cells < FULL * ops.limits.processors and sums <= ROOM
     parts = through = 0
     few = split or joint.queries is not None
     if few:
-        parts = _scratch("room", max(ROOM, sums), ops)
+        parts = _scratch("room", ROOM, ops)
         through = _scratch("attention through", 4 * SPLIT * cells, ops)
     fields = args.Attention(
         q.address, q.stride, heads, kv_heads, d, dv, kv, dim, int(bf16),

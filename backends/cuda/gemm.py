@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flashrt.backend import ROOM
 from flashrt.backends.cuda import args
 from flashrt.backends.cuda.args import Step, launch
 from flashrt.backends.cuda.fuse import Joint
@@ -55,7 +56,7 @@ def gemm(joint: Joint, ops: Operands, acts: Mapping[str, int]) -> Step:
     tile = tile_of(w, n, ops.number(rows), ops)
     residual = ops.floats(instr.args[-1]) if "residual" in instr.kernel.split("+") else None
     counts = ops.scratch("tiles' parts", 4 * MULTIPLY * blocks)
-    sums = ops.scratch("tiles' sums", blocks * 2 * tile.warps * tile.eights * 2 * 32 * 16)
+    sums = ops.scratch("room", max(ROOM, blocks * 2 * tile.warps * tile.eights * 2 * 32 * 16))
     fields = args.Gemm(
         w.address, n, w.k, n // 16 if gated else 0, x.address, x.stride,
         y.address, y.stride, int(joint.rounded is not None), ops.vector(joint.main.bias),

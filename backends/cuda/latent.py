@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashrt.backend import ROOM
 from flashrt.backends.cuda import args
 from flashrt.backends.cuda.args import Step, launch
 from flashrt.backends.cuda.linear import PLAIN
@@ -11,7 +12,6 @@ from flashrt.ir import micro
 from flashrt.ir.ops import ATTENTION_BF16
 
 SPLIT = 512  # blocks that are enough: with fewer, ranges of keys have blocks of their own
-MOST = 256 << 20  # bytes of their results at most
 PAGES = 16  # of a range
 HEADS = 8  # of a block
 WIDEST = 640, 512  # channels of a key, of a value
@@ -44,8 +44,8 @@ def attention(instr: micro.Dispatch, y: Tensor, y_bf16: int, ops: Operands) -> l
         raise PlanError(f"{ops.device}: latent keys of {d} and {dv} channels; up to {WIDEST} can run here")
     rows, ranges, groups = ops.number(q.rows), -(-ops.number(pages.width) // PAGES), -(-heads // HEADS)
     results = 4 * rows * heads * ranges * (dv + 2)
-    split = rows * groups < SPLIT and ranges > 1 and results <= MOST
-    parts = int(ops.scratch("latent", results).data_ptr()) if split else 0
+    split = rows * groups < SPLIT and ranges > 1 and results <= ROOM
+    parts = int(ops.scratch("room", ROOM).data_ptr()) if split else 0
     fields = args.Latent(
         q.address, q.stride, heads, d, dv, kv, int(bf16), positions.address, seq.address, pages.address,
         _page_stride(instr.args[3], ops), y.address, y.stride, y_bf16,

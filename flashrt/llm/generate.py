@@ -221,6 +221,7 @@ class Generator:
         self._call, self._new_text, self._vocabulary, self._clock = call, text, vocabulary, clock
         self._start = begin
         self._ahead: tuple[Step, Pending] | None = None  # begun while the last one ran
+        self._alone = False  # the next step has none begun behind it
         self._live: dict[str, _Live] = {}
         self._nothing_to_draw: list[_Live] = []
         self.keeper: Keeper | None = None
@@ -250,15 +251,17 @@ class Generator:
             if self.keeper is not None:
                 self.keeper.turn()
             begun, self._ahead = self._ahead, None
+            alone, self._alone = self._alone, False
             try:
                 if begun is None or not self.scheduler.concerns(begun[0]):
                     begun = self._begun_now()
                 if begun is None:
                     return []
                 step, pending = begun
-                ahead = self._begun_ahead(step, pending)
+                ahead = None if alone else self._begun_ahead(step, pending)
                 out = pending.result()
             except DeviceError as error:
+                self._alone = True  # the step may be fine, and the one begun behind it have failed
                 if self.keeper is None or not self.keeper.failed(error):
                     raise
                 continue

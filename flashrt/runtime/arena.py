@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -272,11 +271,10 @@ class Residents:
 
     def _reserved(self, device: str, nbytes: int, owner: Owner) -> Any:
         """A buffer. Results of a host device beside one that the host doesn't see cross over to that: they
-        lie where it copies at the link's full rate, if there is such memory."""
+        lie where it reads and writes them by itself."""
         remote = next(iter(self._remotes.values()), None)
         if owner == "activations" and remote is not None and device not in self._remotes:
-            with suppress(MemoryError):
-                return remote.pinned(nbytes)
+            return remote.pinned(nbytes)
         return self.devices[device].reserve(nbytes)
 
     def count_code(self, device: str, code: Any) -> None:
@@ -294,8 +292,11 @@ class Residents:
 
     def words(self, count: int) -> I64:
         """Zeroed words of 64 bits that every device sees."""
-        for remote in self._remotes.values():
-            return remote.pinned(8 * count).view(np.int64)
+        for id, remote in self._remotes.items():
+            try:
+                return remote.pinned(8 * count).view(np.int64)
+            except MemoryError as error:
+                raise DeviceError(f"{id} has no page-locked memory for a step ({error})") from None
         return np.zeros(count, np.int64)
 
     def for_input(self, device: str, nbytes: int) -> Place:

@@ -14,7 +14,7 @@ from flashrt.backends.cuda import linear as products
 from flashrt.backends.cuda import sample as sampling
 from flashrt.backends.cuda.args import Step
 from flashrt.backends.cuda.kernels import STORED
-from flashrt.backends.cuda.operands import Matrix
+from flashrt.backends.cuda.operands import Limits, Matrix
 from flashrt.ir.ops import LINEAR_EXACT, LINEAR_I8
 from flashrt.ir.text import read_micro
 from flashrt.layouts import LAYOUTS, U8, pack_plain
@@ -281,6 +281,15 @@ def rounded_to_bytes(layout: str, n: int, k: int, epilogue: str = "") -> str:
 def test_linear_with_int8_activations(gpu: CudaDevice, layout: str, t: int, n: int, k: int) -> None:
     values = {0: r(t, k) * np.exp(r(t, k))}
     agree(gpu, rounded_to_bytes(layout, n, k), values, 1, {"w": packed(layout, n, k)}, T=t)
+
+
+@pytest.mark.parametrize("t", [16, 17])
+def test_little_shared_memory(gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, t: int) -> None:
+    """A block of nine tokens is the largest that fits, with one set of sums; the last block has fewer."""
+    monkeypatch.setattr(gpu.driver, "limits", Limits(1, 99 << 10, 100 << 10))
+    n, k = 64, 4096  # two tiles of the one processor
+    blocks = {"w": packed("q8.16x32", n, k)}
+    agree(gpu, rounded_to_bytes("q8.16x32", n, k), {0: r(t, k)}, 1, blocks, T=t)
 
 
 def test_a_column_of_bytes_is_the_same_with_and_without_its_own_kernel(gpu: CudaDevice) -> None:

@@ -575,7 +575,7 @@ struct Layout {
     x.sums = x.scales + (FORMAT == 16 ? 0 : nblk * tokens);
     cells = 16 * tokens;
     set = GROUPS<FORMAT> * cells * PITCH;
-    sets = tokens <= 8 ? SUMS : 1;
+    sets = a.tokens <= 8 ? SUMS : 1;  // as the memory was sized, also where a block has fewer tokens
     kept = x.sums + (FORMAT == 5 ? nblk * x.count : 0);
     parts = kept + (GROUPS<FORMAT> == 1 ? cells : 0);
     bytes = (int)((char*)kept - room);

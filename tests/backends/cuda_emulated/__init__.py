@@ -130,6 +130,9 @@ class EmulatedDriver:
     def mark(self) -> Reached:
         return Reached()
 
+    def prepare(self, launch: Launch) -> None:
+        pass
+
     def launch(self, launch: Launch) -> None:
         self.launches.append(launch.kernel)
         call = getattr(library(), f"call_{launch.kernel}")
@@ -139,7 +142,7 @@ class EmulatedDriver:
         if launch.kernel == "carry":
             _until(launch.fields)  # not in the kernel: those of all devices run one at a time
         args = ctypes.create_string_buffer(launch.args, len(launch.args))
-        library().emulate(call, args, x, y, z, launch.threads)
+        assert library().emulate(call, args, x, y, z, launch.threads, launch.shared), f"{launch} took more"
         if launch.kernel == "carry" and (carry := _carry(launch.fields)).tick_0:
             ctypes.c_int64.from_address(carry.stamps).value = came
 
