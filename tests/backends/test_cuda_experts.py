@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from flashrt.backends.cuda import CudaBackend, CudaDevice, missing
+from flashrt.backends.cuda import CudaDevice
 from flashrt.backends.cuda.kernels import ROUNDED, STORED
 from flashrt.backends.cuda.linear import NAMES
 from flashrt.errors import PlanError
 from flashrt.layouts import LAYOUTS, pack_plain
 from tests.backends.cpu_streams import packed
-from tests.backends.cuda_streams import F32, agree, run, spec
+from tests.backends.cuda_streams import F32, agree, run
 from tests.backends.kernel_texts import AT
 from tests.backends.test_cpu_experts import ROUTE, product, routes
 from tests.backends.test_cuda_kernels import LINEAR, f32, linear
@@ -23,28 +22,6 @@ from tests.backends.test_cuda_ring import in_turns
 RNG = np.random.default_rng(11)
 EXACT = 'numerics="acc=f32"'
 TOLERANCE = {"f32": 4e-6, "i8": 4e-6, "bf16": 4e-3}
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.slow)],
-)
-def gpu(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
-    if request.param == "gpu":
-        if reason := missing():
-            pytest.skip(reason)
-        device = CudaBackend().open(replace(spec(), id="gpu:0"))
-        device.spec = spec()
-    else:
-        if not missing():
-            pytest.skip("there is a GPU")
-        from tests.backends.cuda_emulated import COMPILER, EmulatedDriver
-
-        if COMPILER is None:
-            pytest.skip("no g++ to compile the emulated kernels")
-        device = CudaDevice(spec(), EmulatedDriver())
-    yield device
-    device.close()
 
 
 def r(*shape: int) -> F32:

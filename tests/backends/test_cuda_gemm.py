@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,13 +11,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flashrt.backends.cuda import CudaBackend, CudaDevice, args, gemm, missing
+from flashrt.backends.cuda import CudaDevice, args, gemm
 from flashrt.backends.cuda.args import Launch, Step
 from flashrt.backends.cuda.operands import Limits, Matrix, Operands
 from flashrt.ir.ops import LINEAR_BF16
 from flashrt.layouts import LAYOUTS, U8, pack_plain, unpack
 from tests.backends.cpu_streams import packed
-from tests.backends.cuda_streams import F32, DeviceMemory, agree, guard_intact, run, spec
+from tests.backends.cuda_streams import F32, DeviceMemory, agree, guard_intact, run
 from tests.backends.kernel_texts import AT
 
 RNG = np.random.default_rng(11)
@@ -63,28 +62,6 @@ def test_tiles_are_large_where_blocks_have_much_to_do(
 
 
 # ---- the kernels -----------------------------------------------------------------------
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.slow)],
-)
-def gpu(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
-    if request.param == "gpu":
-        if reason := missing():
-            pytest.skip(reason)
-        device = CudaBackend().open(replace(spec(), id="gpu:0"))
-        device.spec = spec()
-    else:
-        if not missing():
-            pytest.skip("there is a GPU")
-        from tests.backends.cuda_emulated import COMPILER, EmulatedDriver
-
-        if COMPILER is None:
-            pytest.skip("no g++ to compile the emulated kernels")
-        device = CudaDevice(spec(), EmulatedDriver())
-    yield device
-    device.close()
-
-
 def r(*shape: int) -> F32:
     return RNG.standard_normal(shape).astype(np.float32)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from flashrt import backend
-from flashrt.backends.cuda import CudaBackend, CudaDevice, args, encode, gemm, missing
+from flashrt.backends.cuda import CudaDevice, args, encode, gemm
 from flashrt.backends.cuda import linear as products
 from flashrt.backends.cuda import sample as sampling
 from flashrt.backends.cuda.args import Step
@@ -19,37 +18,13 @@ from flashrt.ir.ops import LINEAR_EXACT, LINEAR_I8
 from flashrt.ir.text import read_micro
 from flashrt.layouts import LAYOUTS, U8, pack_plain
 from tests.backends.cpu_streams import HEAD, compute, packed
-from tests.backends.cuda_streams import F32, DeviceMemory, agree, guard_intact, run, spec
+from tests.backends.cuda_streams import F32, DeviceMemory, agree, guard_intact, run
 from tests.backends.kernel_texts import AT, attention_text, linear_text, sample_text
 
 RNG = np.random.default_rng(3)
 EXACT = 'numerics="acc=f32"'
 LINEAR = 'numerics="act=f32 acc=f32"'
 ROUNDED = 'numerics="act=bf16 acc=f32"'
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.slow)],
-)
-def gpu(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
-    if request.param == "gpu":
-        if reason := missing():
-            pytest.skip(reason)
-        from dataclasses import replace
-
-        device = CudaBackend().open(replace(spec(), id="gpu:0"))
-        device.spec = spec()
-    else:
-        if not missing():
-            pytest.skip("there is a GPU")
-        from tests.backends.cuda_emulated import COMPILER, EmulatedDriver
-
-        if COMPILER is None:
-            pytest.skip("no g++ to compile the emulated kernels")
-        device = CudaDevice(spec(), EmulatedDriver())
-    yield device
-    device.close()
 
 
 def r(*shape: int) -> F32:

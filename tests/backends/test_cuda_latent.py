@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from flashrt.backends.cuda import CudaBackend, CudaDevice, latent, missing
+from flashrt.backends.cuda import CudaDevice, latent
 from flashrt.backends.cuda.kernels import PLAIN
 from flashrt.ir.ops import ATTENTION_BF16, ATTENTION_CACHED, ATTENTION_EXACT
 from tests.backends.cpu_streams import packed
-from tests.backends.cuda_streams import F32, agree, run, spec
+from tests.backends.cuda_streams import F32, agree, run
 from tests.backends.test_cpu_latent import PAGES, heads_text, latent_text, mixed_step
 
 RNG = np.random.default_rng(17)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.slow)],
-)
-def gpu(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
-    if request.param == "gpu":
-        if reason := missing():
-            pytest.skip(reason)
-        device = CudaBackend().open(replace(spec(), id="gpu:0"))
-        device.spec = spec()
-    else:
-        if not missing():
-            pytest.skip("there is a GPU")
-        from tests.backends.cuda_emulated import COMPILER, EmulatedDriver
-
-        if COMPILER is None:
-            pytest.skip("no g++ to compile the emulated kernels")
-        device = CudaDevice(spec(), EmulatedDriver())
-    yield device
-    device.close()
 
 
 def r(*shape: int) -> F32:

@@ -3,7 +3,6 @@ warps run, however small the ring, and on however many processors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,13 +10,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from flashrt.backends.cuda import CudaBackend, CudaDevice, linear, missing
+from flashrt.backends.cuda import CudaDevice, linear
 from flashrt.backends.cuda.operands import Limits, Matrix, Operands
 from flashrt.errors import PlanError
 from flashrt.ir.ops import LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
 from flashrt.layouts import LAYOUTS, U8, pack_plain
 from tests.backends.cpu_streams import packed
-from tests.backends.cuda_streams import F32, agree, run, spec
+from tests.backends.cuda_streams import F32, agree, run
 from tests.backends.kernel_texts import AT, linear_text
 
 RNG = np.random.default_rng(7)
@@ -80,28 +79,6 @@ def test_a_product_that_is_too_wide_is_refused() -> None:
 
 
 # ---- the kernels -----------------------------------------------------------------------
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.slow)],
-)
-def gpu(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
-    if request.param == "gpu":
-        if reason := missing():
-            pytest.skip(reason)
-        device = CudaBackend().open(replace(spec(), id="gpu:0"))
-        device.spec = spec()
-    else:
-        if not missing():
-            pytest.skip("there is a GPU")
-        from tests.backends.cuda_emulated import COMPILER, EmulatedDriver
-
-        if COMPILER is None:
-            pytest.skip("no g++ to compile the emulated kernels")
-        device = CudaDevice(spec(), EmulatedDriver())
-    yield device
-    device.close()
-
-
 def r(*shape: int) -> F32:
     return RNG.standard_normal(shape).astype(np.float32)
 

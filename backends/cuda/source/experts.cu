@@ -52,48 +52,6 @@ struct ExpertTiles {
   }
 };
 
-// Begins to fill a slot of the ring with `count` blocks of 32 inputs, from block b on, of a tile. last: row of w.
-template <int FORMAT>
-__device__ __forceinline__ void fill_slot(
-    char* slot, u64* full, const char* w, int tile, int last, int k, int b, int count, int span, int lane) {
-  constexpr int U = GROUPS<FORMAT>, PARTS = FORMAT == 5 ? 3 : 2;  // quants, scales, minima
-  constexpr int PIECES = FORMAT == 16 ? 16 : U * PARTS;
-  const int nblk = (k + 31) / 32;
-  // piece i: where from, where to, bytes
-  auto piece = [&](int i, char*& to, const char*& from) {
-    if constexpr (FORMAT == 16) {
-      const int row = tile * 16 + i;
-      to = slot + i * row_pitch(span);
-      from = w + ((i64)(row < last ? row : last) * k + b * 32) * 2;
-      return count * 64;
-    } else {
-      const int u = i >= PARTS ? 1 : 0, part = i - u * PARTS, group = tile * U + u;
-      const int before = part ? QUANTS<FORMAT> + (part - 1) * 32 : 0, each = part ? 32 : QUANTS<FORMAT>;
-      to = slot + span * (u * BLOCK<FORMAT> + before);
-      from = w + group_bytes(nblk, FORMAT) * (group < last / 16 ? group : last / 16) + (i64)nblk * before + b * each;
-      return count * each;
-    }
-  };
-#ifdef BULK
-  if (lane == 0) barrier_expect(full, U * count * BLOCK<FORMAT>);
-  __syncwarp();
-  if (lane < PIECES) {
-    char* to;
-    const char* from;
-    const int bytes = piece(lane, to, from);
-    bulk_ahead(to, from, bytes, full);
-  }
-#else
-  for (int i = 0; i < PIECES; ++i) {
-    char* to;
-    const char* from;
-    const int bytes = piece(i, to, from);
-    for (int c = lane * 16; c < bytes; c += 512) copy_ahead(to + c, from + c, true);
-  }
-  barrier_copied(full);
-#endif
-}
-
 // What the copying warp does.
 template <int FORMAT>
 __device__ __forceinline__ void feed_experts(const ExpertArgs& a, const Ring& ring, int lane) {
@@ -111,7 +69,7 @@ __device__ __forceinline__ void feed_experts(const ExpertArgs& a, const Ring& ri
         barrier_wait(ring.empty + turn.slot, turn.parity ^ 1);
         const int count = nblk - b < span ? nblk - b : span;
         char* slot = ring.slots + turn.slot * ring.slot_bytes;
-        fill_slot<FORMAT>(slot, ring.full + turn.slot, w, at % all.tiles, last, k, b, count, span, lane);
+        fill_slot<FORMAT>(slot, ring.full + turn.slot, w, at % all.tiles * GROUPS<FORMAT>, 1, last, k, b, count, span, lane);
         turn.next(ring.depth);
       }
   }

@@ -78,10 +78,54 @@ __device__ __forceinline__ Ring ring_at(char* shared, int slot_bytes, int depth,
 // bf16: bytes from row to row of a slot: rows lie in different banks.
 __device__ __forceinline__ int row_pitch(int span) { return span * 64 + 64; }
 
+// Begins to fill a slot of the ring with `count` blocks of 32 inputs, from block b on, of a tile. group: its first rows;
+// second: groups from those to its second ones; last: row of w.
+template <int FORMAT>
+__device__ __forceinline__ void fill_slot(
+    char* slot, u64* full, const char* w, int group, int second, int last, int k, int b, int count, int span,
+    int lane) {
+  constexpr int U = GROUPS<FORMAT>, PARTS = FORMAT == 5 ? 3 : 2;  // quants, scales, minima
+  constexpr int PIECES = FORMAT == 16 ? 16 : U * PARTS;
+  const int nblk = (k + 31) / 32;
+  // piece i: where from, where to, bytes
+  auto piece = [&](int i, char*& to, const char*& from) {
+    if constexpr (FORMAT == 16) {
+      const int row = group * 16 + i;
+      to = slot + i * row_pitch(span);
+      from = w + ((i64)(row < last ? row : last) * k + b * 32) * 2;
+      return count * 64;
+    } else {
+      const int u = i >= PARTS ? 1 : 0, part = i - u * PARTS, here = group + u * second;
+      const int before = part ? QUANTS<FORMAT> + (part - 1) * 32 : 0, each = part ? 32 : QUANTS<FORMAT>;
+      to = slot + span * (u * BLOCK<FORMAT> + before);
+      from = w + group_bytes(nblk, FORMAT) * (here < last / 16 ? here : last / 16) + (i64)nblk * before + b * each;
+      return count * each;
+    }
+  };
+#ifdef BULK
+  if (lane == 0) barrier_expect(full, U * count * BLOCK<FORMAT>);
+  __syncwarp();
+  if (lane < PIECES) {
+    char* to;
+    const char* from;
+    const int bytes = piece(lane, to, from);
+    bulk_ahead(to, from, bytes, full);
+  }
+#else
+  for (int i = 0; i < PIECES; ++i) {
+    char* to;
+    const char* from;
+    const int bytes = piece(i, to, from);
+    for (int c = lane * 16; c < bytes; c += 512) copy_ahead(to + c, from + c, true);
+  }
+  barrier_copied(full);
+#endif
+}
+
 // What the copying warp does: fills slot after slot, in the order in which they are used.
 template <int FORMAT>
 __device__ __forceinline__ void feed(const LinearArgs& a, const Ring& ring, int lane) {
-  constexpr int U = GROUPS<FORMAT>, PARTS = FORMAT == 5 ? 3 : 2;  // quants, scales, minima
+  constexpr int U = GROUPS<FORMAT>;
   const int k = (int)a.k, nblk = (k + 31) / 32, span = (int)a.span, last = (int)a.n * (a.act ? 2 : 1) - 1;
   const int apart = a.act ? 1 : U, halves = a.act && U == 1 ? 2 : 1;  // bf16: gate and up one after the other
   const int tiles = (int)a.tiles, second = (int)a.second;
@@ -92,42 +136,9 @@ __device__ __forceinline__ void feed(const LinearArgs& a, const Ring& ring, int 
       for (int b = 0; b < nblk; b += span) {
         const int count = nblk - b < span ? nblk - b : span;
         char* slot = ring.slots + turn.slot * ring.slot_bytes;
-        u64* full = ring.full + turn.slot;
-        // piece i: where from, where to, bytes
-        auto piece = [&](int i, char*& to, const char*& from) {
-          if constexpr (FORMAT == 16) {
-            const int row = (tile + half * second) * 16 + i;
-            to = slot + i * row_pitch(span);
-            from = w + ((i64)(row < last ? row : last) * k + b * 32) * 2;
-            return count * 64;
-          } else {
-            const int u = i >= PARTS ? 1 : 0, part = i - u * PARTS, group = tile * apart + u * second;
-            const int before = part ? QUANTS<FORMAT> + (part - 1) * 32 : 0, each = part ? 32 : QUANTS<FORMAT>;
-            to = slot + span * (u * BLOCK<FORMAT> + before);
-            from = w + group_bytes(nblk, FORMAT) * (group < last / 16 ? group : last / 16) + (i64)nblk * before + b * each;
-            return count * each;
-          }
-        };
-        constexpr int PIECES = FORMAT == 16 ? 16 : U * PARTS;
         barrier_wait(ring.empty + turn.slot, turn.parity ^ 1);
-#ifdef BULK
-        if (lane == 0) barrier_expect(full, U * count * BLOCK<FORMAT>);
-        __syncwarp();
-        if (lane < PIECES) {
-          char* to;
-          const char* from;
-          const int bytes = piece(lane, to, from);
-          bulk_ahead(to, from, bytes, full);
-        }
-#else
-        for (int i = 0; i < PIECES; ++i) {
-          char* to;
-          const char* from;
-          const int bytes = piece(i, to, from);
-          for (int c = lane * 16; c < bytes; c += 512) copy_ahead(to + c, from + c, true);
-        }
-        barrier_copied(full);
-#endif
+        fill_slot<FORMAT>(
+            slot, ring.full + turn.slot, w, tile * apart + half * second, second, last, k, b, count, span, lane);
         turn.next(ring.depth);
       }
 }
