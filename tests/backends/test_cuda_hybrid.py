@@ -12,7 +12,7 @@ import pytest
 from flashrt.backend import Place, Rect
 from flashrt.backends.cpu import CpuBackend
 from flashrt.backends.cpu.device import huge
-from flashrt.backends.cuda import CudaDevice, code, missing
+from flashrt.backends.cuda import CudaDevice, code
 from flashrt.backends.cuda.driver import LARGE, Driver, GpuDriver
 from flashrt.backends.cuda.kernels import offered
 from flashrt.backends.reference import ReferenceBackend
@@ -55,24 +55,6 @@ def machine(*devices: Device) -> Machine:
 
 
 BOTH = machine(spec("gpu"), spec("cpu"))
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.slow)],
-)
-def driver(request: pytest.FixtureRequest) -> Driver:
-    if request.param == "gpu":
-        if reason := missing():
-            pytest.skip(reason)
-        return GpuDriver(0)
-    if not missing():
-        pytest.skip("there is a GPU")
-    from tests.backends.cuda_emulated import COMPILER, EmulatedDriver
-
-    if COMPILER is None:
-        pytest.skip("no g++ to compile the emulated kernels")
-    return EmulatedDriver()
 
 
 def opened(plan: Plan, driver: Driver, source: Any = None, *, poison: bool = True) -> Program:

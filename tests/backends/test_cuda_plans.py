@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from flashrt.backend import OpenDevice
-from flashrt.backends.cuda import CudaBackend, CudaDevice, missing, prefill
+from flashrt.backends.cuda import CudaDevice, prefill
 from flashrt.backends.cuda.args import Attention, Launch, Rope
 from flashrt.backends.cuda.compile import source
 from flashrt.backends.cuda.driver import Driver
@@ -40,24 +39,9 @@ GPU = Device(
 )
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.slow)],
-)
-def gpu(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
-    if request.param == "gpu":
-        if reason := missing():
-            pytest.skip(reason)
-        device = CudaBackend().open(GPU)
-    else:
-        if not missing():
-            pytest.skip("there is a GPU")
-        from tests.backends.cuda_emulated import COMPILER, EmulatedDriver
-
-        if COMPILER is None:
-            pytest.skip("no g++ to compile the emulated kernels")
-        device = CudaDevice(GPU, EmulatedDriver())
-    yield device
+@pytest.fixture(scope="module")
+def gpu(driver: Driver) -> CudaDevice:
+    return CudaDevice(GPU, driver)
 
 
 def opened(device: OpenDevice, spec: Device, **options: Any) -> Program:

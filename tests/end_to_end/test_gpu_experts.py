@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from flashrt.backends.cpu import CpuBackend
-from flashrt.backends.cuda import CudaDevice, missing
-from flashrt.backends.cuda.driver import Driver, GpuDriver
+from flashrt.backends.cuda import CudaDevice
+from flashrt.backends.cuda.driver import Driver
 from flashrt.backends.cuda.kernels import offered
 from flashrt.backends.reference import ReferenceBackend
 from flashrt.compiler import CompileOptions, compile_model, keep_as_chosen
@@ -54,24 +54,6 @@ def machine(*devices: Device) -> Machine:
     pairs = [(a.id, b.id) for a in devices for b in devices if a is not b]
     links = [Link(a, b, assumed(1e10), assumed(1.0)) for a, b in pairs]
     return Machine(devices, (*links, *(Link("disk", d.id, assumed(1e7), assumed(50.0)) for d in devices)))
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.slow)],
-)
-def driver(request: pytest.FixtureRequest) -> Driver:
-    if request.param == "gpu":
-        if reason := missing():
-            pytest.skip(reason)
-        return GpuDriver(0)
-    if not missing():
-        pytest.skip("there is a GPU")
-    from tests.backends.cuda_emulated import COMPILER, EmulatedDriver
-
-    if COMPILER is None:
-        pytest.skip("no g++ to compile the emulated kernels")
-    return EmulatedDriver()
 
 
 @dataclass(frozen=True)

@@ -78,15 +78,10 @@ __device__ __forceinline__ void feed_experts(const ExpertArgs& a, const Ring& ri
 // What the multiplying warps do: as `product`, with the columns of one item after the other.
 template <int FORMAT, int NT, bool ONE>
 __device__ __forceinline__ void multiply_experts(const ExpertArgs& a, const Ring& ring, char* room) {
-  constexpr int U = GROUPS<FORMAT>, AT_ONCE = NT == 1 ? 4 : NT == 2 ? 2 : 1;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int nblk = ((int)a.of.k + 31) / 32, span = (int)a.of.span, tokens = (int)a.of.tokens;
-  u64* full = ring.full + 16;
   Turn turn, given;
   after_others();
   const Layout<FORMAT> here(a.of, tokens, room);
-  const Columns& x = here.x;
-  const int shift = x.digits == 4 ? 2 : x.digits == 2 ? 1 : 0;
   for (int at = ExpertTiles(a).lo;;) {
     const ExpertTiles all(a);  // anew for each item: registers are scarce
     if (at >= all.hi) break;
@@ -96,41 +91,10 @@ __device__ __forceinline__ void multiply_experts(const ExpertArgs& a, const Ring
     if (item.expert == a.choices.experts) continue;
     const float none[8] = {};
     for (int t = 0; t < item.count; ++t)
-      stage<FORMAT>(a.of, row_of(a.choices, pair_of(a.choices, item, t)), t, tokens, none, x, here.parts);
+      stage<FORMAT>(a.of, row_of(a.choices, pair_of(a.choices, item, t)), t, tokens, none, here.x, here.parts);
     meet(0, 512);
     if (at == all.hi) let_others_start();
-    // the lane's first bytes of its warp's first block in a slot
-    const int quants = FORMAT == 16 ? (lane >> 2) * row_pitch(span) + warp * 64 + (lane & 3) * 16
-                                    : warp * QUANTS<FORMAT> + (lane & 3) * 64 + (lane >> 2) * 8;
-    const int scales = FORMAT == 16 ? 0 : span * QUANTS<FORMAT> + warp * 32 + (lane >> 2) * 4;
-    for (; own; --own) {
-      float sums[U][NT][4];
-#pragma unroll
-      for (int i = 0; i < U * NT * 4; ++i) (&sums[0][0][0])[i] = 0.f;
-      for (int b = 0; b < nblk; b += span) {
-        const int left = (nblk - b < span ? nblk - b : span) - warp, mine = (left + 15) >> 4;
-        const Part<FORMAT, NT> part = part_of<FORMAT, NT>(x, tokens, shift, b + warp, lane);
-        const char* slot = ring.slots + turn.slot * ring.slot_bytes;
-        barrier_wait(ring.full + turn.slot, turn.parity);
-        int i = 0;
-        for (; i + AT_ONCE <= mine; i += AT_ONCE)
-          blocks<FORMAT, NT, ONE, AT_ONCE>(slot + quants, slot + scales, span, part, i, x.count, tokens, shift, sums);
-        if constexpr (AT_ONCE > 1)
-          for (; i < mine; ++i)
-            blocks<FORMAT, NT, ONE, 1>(slot + quants, slot + scales, span, part, i, x.count, tokens, shift, sums);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(ring.empty + turn.slot);
-        turn.next(ring.depth);
-      }
-      barrier_wait(full + SUMS + given.slot, given.parity ^ 1);
-      float* set = here.parts + given.slot * here.set;
-#pragma unroll
-      for (int u = 0; u < U; ++u)
-        hand_over<FORMAT, NT>(set + u * here.cells * PITCH, sums[u], x.digits, tokens, lane, warp);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(full + given.slot);
-      given.next(here.sets);
-    }
+    for (; own; --own) multiply_tile<FORMAT, NT, ONE>(here, nblk, span, tokens, ring, turn, given);
     meet(0, 512);  // nobody reads these columns any more
   }
 }

@@ -610,62 +610,67 @@ __device__ __forceinline__ void fetch(char* to, const char* from, int bytes, u64
 #endif
 }
 
-// What the multiplying warps do. room: shared memory for x and sums.
+// A multiplying warp's part of a tile: its sums, handed over.
 template <int FORMAT, int NT, bool ONE>
-__device__ __forceinline__ void product(const LinearArgs& a, i64 first, int tokens, const Ring& ring, char* room) {
-  constexpr int U = GROUPS<FORMAT>;
+__device__ __forceinline__ void multiply_tile(
+    const Layout<FORMAT>& here, int nblk, int span, int tokens, const Ring& ring, Turn& turn, Turn& given) {
+  constexpr int U = GROUPS<FORMAT>, AT_ONCE = NT == 1 ? 4 : NT == 2 ? 2 : 1;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int nblk = ((int)a.k + 31) / 32, span = (int)a.span, halves = a.act && U == 1 ? 2 : 1, tiles = (int)a.tiles;
-  u64* full = ring.full + 16;
-  Turn turn, given;
-  float w[8];
-  if (a.norm_on && !a.columns) weights8(a, threadIdx.x, w);
-  after_others();
-  const Layout<FORMAT> here(a, tokens, room);
   const Columns& x = here.x;
-  if (a.columns) {
-    fetch(room, a.columns + blockIdx.y * a.piece, here.bytes, full + 2 * SUMS);
-  } else {
-    for (int t = 0; t < tokens; ++t) stage<FORMAT>(a, first + t, t, tokens, w, x, here.parts);
-    meet(0, 512);
-  }
+  u64* full = ring.full + 16;
   const int shift = x.digits == 4 ? 2 : x.digits == 2 ? 1 : 0;
   // the lane's first bytes of its warp's first block in a slot
   const int quants = FORMAT == 16 ? (lane >> 2) * row_pitch(span) + warp * 64 + (lane & 3) * 16
                                   : warp * QUANTS<FORMAT> + (lane & 3) * 64 + (lane >> 2) * 8;
   const int scales = FORMAT == 16 ? 0 : span * QUANTS<FORMAT> + warp * 32 + (lane >> 2) * 4;
+  float sums[U][NT][4];
+#pragma unroll
+  for (int i = 0; i < U * NT * 4; ++i) (&sums[0][0][0])[i] = 0.f;
+  for (int b = 0; b < nblk; b += span) {
+    const int left = (nblk - b < span ? nblk - b : span) - warp, mine = (left + 15) >> 4;
+    const Part<FORMAT, NT> part = part_of<FORMAT, NT>(x, tokens, shift, b + warp, lane);
+    const char* slot = ring.slots + turn.slot * ring.slot_bytes;
+    barrier_wait(ring.full + turn.slot, turn.parity);
+    int i = 0;
+    for (; i + AT_ONCE <= mine; i += AT_ONCE)
+      blocks<FORMAT, NT, ONE, AT_ONCE>(slot + quants, slot + scales, span, part, i, x.count, tokens, shift, sums);
+    if constexpr (AT_ONCE > 1)
+      for (; i < mine; ++i)
+        blocks<FORMAT, NT, ONE, 1>(slot + quants, slot + scales, span, part, i, x.count, tokens, shift, sums);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(ring.empty + turn.slot);
+    turn.next(ring.depth);
+  }
+  barrier_wait(full + SUMS + given.slot, given.parity ^ 1);
+  float* set = here.parts + given.slot * here.set;
+#pragma unroll
+  for (int u = 0; u < U; ++u)
+    hand_over<FORMAT, NT>(set + u * here.cells * PITCH, sums[u], x.digits, tokens, lane, warp);
+  __syncwarp();
+  if (lane == 0) barrier_arrive(full + given.slot);
+  given.next(here.sets);
+}
+
+// What the multiplying warps do. room: shared memory for x and sums.
+template <int FORMAT, int NT, bool ONE>
+__device__ __forceinline__ void product(const LinearArgs& a, i64 first, int tokens, const Ring& ring, char* room) {
+  const int nblk = ((int)a.k + 31) / 32, span = (int)a.span, tiles = (int)a.tiles;
+  const int halves = a.act && GROUPS<FORMAT> == 1 ? 2 : 1;
+  Turn turn, given;
+  float w[8];
+  if (a.norm_on && !a.columns) weights8(a, threadIdx.x, w);
+  after_others();
+  const Layout<FORMAT> here(a, tokens, room);
+  if (a.columns) {
+    fetch(room, a.columns + blockIdx.y * a.piece, here.bytes, ring.full + 16 + 2 * SUMS);
+  } else {
+    for (int t = 0; t < tokens; ++t) stage<FORMAT>(a, first + t, t, tokens, w, here.x, here.parts);
+    meet(0, 512);
+  }
   for (int at = blockIdx.x; at < tiles; at += gridDim.x) {
     // not sooner: the next kernel's blocks would crowd where this one's end first
     if (at + gridDim.x >= tiles) let_others_start();
-    for (int h = 0; h < halves; ++h) {
-      float sums[U][NT][4];
-#pragma unroll
-      for (int i = 0; i < U * NT * 4; ++i) (&sums[0][0][0])[i] = 0.f;
-      for (int b = 0; b < nblk; b += span) {
-        const int left = (nblk - b < span ? nblk - b : span) - warp, mine = (left + 15) >> 4;
-        const Part<FORMAT, NT> part = part_of<FORMAT, NT>(x, tokens, shift, b + warp, lane);
-        const char* slot = ring.slots + turn.slot * ring.slot_bytes;
-        barrier_wait(ring.full + turn.slot, turn.parity);
-        constexpr int AT_ONCE = NT == 1 ? 4 : NT == 2 ? 2 : 1;
-        int i = 0;
-        for (; i + AT_ONCE <= mine; i += AT_ONCE)
-          blocks<FORMAT, NT, ONE, AT_ONCE>(slot + quants, slot + scales, span, part, i, x.count, tokens, shift, sums);
-        if constexpr (AT_ONCE > 1)
-          for (; i < mine; ++i)
-            blocks<FORMAT, NT, ONE, 1>(slot + quants, slot + scales, span, part, i, x.count, tokens, shift, sums);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(ring.empty + turn.slot);
-        turn.next(ring.depth);
-      }
-      barrier_wait(full + SUMS + given.slot, given.parity ^ 1);
-      float* set = here.parts + given.slot * here.set;
-#pragma unroll
-      for (int u = 0; u < U; ++u)
-        hand_over<FORMAT, NT>(set + u * here.cells * PITCH, sums[u], x.digits, tokens, lane, warp);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(full + given.slot);
-      given.next(here.sets);
-    }
+    for (int h = 0; h < halves; ++h) multiply_tile<FORMAT, NT, ONE>(here, nblk, span, tokens, ring, turn, given);
   }
 }
 
