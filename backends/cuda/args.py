@@ -38,10 +38,6 @@ class Live:
     work: Callable[[], None]
 
 
-# A launch, or a call that enqueues work of a library.
-Step = Launch | Live | Callable[[], None]
-
-
 class Linear(NamedTuple):
     w: int
     n: int
@@ -71,6 +67,34 @@ class Linear(NamedTuple):
     columns: int = 0
     piece: int = 0
     begin: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A launch of a product for few tokens, which may become one with those in front and behind.
+
+    layout: of the weights; room: bytes of shared memory that a block has beside the ring.
+    """
+
+    kernel: str
+    grid: tuple[int, int]
+    threads: int
+    of: Linear
+    layout: str
+    room: int
+
+
+# A launch, or a call that enqueues work of a library; and what may yet become a part of one.
+Work = Launch | Live | Callable[[], None]
+Step = Work | Product
+
+JOINED = 8  # products of one kernel at most, as source/linear.cu has it
+
+
+def chain(parts: Sequence[Linear], door: int) -> tuple[int | float, ...]:
+    """The fields of a kernel for so many products. door: a word, 0 at first, for more than one."""
+    rest = (JOINED - len(parts)) * len(Linear._fields)
+    return (len(parts), door, *(value for part in parts for value in part), *(0,) * rest)
 
 
 class Gemm(NamedTuple):

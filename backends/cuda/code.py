@@ -31,12 +31,12 @@ import numpy as np
 
 from flashrt.backend import ABORT, I64, U8, Compute, Memory, Pause, Place
 from flashrt.backends.cuda import args
-from flashrt.backends.cuda.args import Launch, Live, Step, launch
+from flashrt.backends.cuda.args import Launch, Live, Step, Work, launch
 from flashrt.backends.cuda.driver import Driver, Mark
 from flashrt.backends.cuda.encode import alone, encode
 from flashrt.backends.cuda.fuse import Fuser, Joint, rows_of
 from flashrt.backends.cuda.kernels import KIND
-from flashrt.backends.cuda.linear import few, takes
+from flashrt.backends.cuda.linear import few, joined, takes
 from flashrt.backends.cuda.operands import Operands, Scratch, Sizes, Twin, address_of
 from flashrt.backends.cuda.sample import greedy_only
 from flashrt.backends.cuda.ticks import Ticks, carries
@@ -46,7 +46,8 @@ from flashrt.ir.order import root_of
 from flashrt.ir.types import DTYPES, Dim, Env, size, symbols_of
 
 MOST_SIZES = 512
-PULLING = (8, 16)  # blocks that pull inputs
+PULLED = 1 << 10  # bytes that a block of `pull` brings at a time
+PULLING = 64  # blocks of it, at most
 PUSHED = 4 << 10  # bytes of an output that a kernel brings to the host, at most
 KEPT = 64  # buckets of a piece
 NOTHING: Mapping[int, int] = MappingProxyType({})
@@ -61,7 +62,7 @@ class Bucket:
     results there. replay: recorded stretches, and what is done live between them.
     """
 
-    steps: list[Step]
+    steps: list[Work]
     keep: list[Any]
     table: I64
     fed: Mapping[int, int] | None = field(default_factory=dict)
@@ -351,7 +352,7 @@ class Code:
             piece.buckets.clear()
         self._driver.trim()
 
-    def _recording(self, steps: Sequence[Step]) -> list[Callable[[], None]]:
+    def _recording(self, steps: Sequence[Work]) -> list[Callable[[], None]]:
         """The steps as they are enqueued from now on; none where there is no memory for that."""
         try:
             return list(self._recorded(steps))
@@ -360,7 +361,7 @@ class Code:
                 raise
             return []
 
-    def _recorded(self, steps: Sequence[Step]) -> Iterator[Callable[[], None]]:
+    def _recorded(self, steps: Sequence[Work]) -> Iterator[Callable[[], None]]:
         for live, stretch in groupby(steps, lambda step: isinstance(step, Live)):
             some = list(stretch)
             work = partial(_launch, self._driver, some)
@@ -437,14 +438,14 @@ class Code:
         joints = [fuser.join(rows_of(part.instrs)) for part in piece.parts]
         there = replace(ops, moved=frozenset(fuser.moved))
         parts = zip(piece.parts, joints, strict=True)
-        steps = [step for part, some in parts for step in _encoded(part, some, there)]
+        steps = joined((step for part, some in parts for step in _encoded(part, some, there)), there)
         table, pull = self._pull(piece, env)
         push = [self._push(result, env) for result in self._results.values()]
         return Bucket([pull, *steps, *push], [table, *keep.values()], table)
 
-    def _pull(self, piece: Piece, env: Env) -> tuple[I64, Step]:
+    def _pull(self, piece: Piece, env: Env) -> tuple[I64, Work]:
         """The launch that brings sizes and a piece's inputs onto the device, and the table that it reads."""
-        entries = [(self._sizes_here.ctypes.data, self._sizes.address, 8 * MOST_SIZES)]
+        entries = [(self._sizes_here.ctypes.data, self._sizes.address, self._sizes.bytes)]
         for slot in piece.inputs:
             twin = self._twins[slot]
             nbytes = -(-size(twin.bytes, env) // 4) * 4
@@ -455,7 +456,8 @@ class Code:
             table.ctypes.data, len(entries), self._begun.ctypes.data, self._sizes.epoch,
             int(self._scratch("pull through", 4).data_ptr()), self._pulled.ctypes.data,
         )  # fmt: skip
-        return table, launch("pull", PULLING, 256, fields)
+        blocks = -(-sum(nbytes for *_, nbytes in entries) // PULLED)
+        return table, launch("pull", (min(blocks, PULLING),), PULLED // 4, fields)
 
     def _source(self, slot: int, fed: Mapping[int, int]) -> int:
         """Where an input comes from."""
@@ -463,7 +465,7 @@ class Code:
             return int(self._results[fed[slot]].kept.data_ptr())
         return int(self._twins[slot].here.ctypes.data)
 
-    def _push(self, result: Result, env: Env) -> Step:
+    def _push(self, result: Result, env: Env) -> Work:
         """The launch that brings an output to the host."""
         source, (_, apart) = self._memory.slot(result.slot), result.places.shape
         fields = args.Push(
@@ -518,7 +520,7 @@ class Code:
         )
 
 
-def _launch(driver: Driver, steps: Sequence[Step]) -> None:
+def _launch(driver: Driver, steps: Sequence[Work]) -> None:
     for step in steps:
         match step:
             case Launch():

@@ -1,6 +1,7 @@
 """A GPU through torch and CUDA's driver: memory, kernels, launches, graphs, copies.
 
-Kernels run on one stream of the device. Copies run on a stream of the thread that asks for them: each lane of
+Kernels of all programs run on one stream of the device: blocks of some wait for each other, which kernels
+on another could keep from starting. Copies run on a stream of the thread that asks for them: each lane of
 copies is a thread and goes one way, so it waits neither for kernels nor for what goes the other way.
 """
 
@@ -22,6 +23,7 @@ from flashrt.backends.cuda.operands import Limits
 from flashrt.errors import DeviceError
 
 LARGE = 16 << 20  # bytes from which the CPU's memory is mapped for itself, in whole pages
+STREAMS: dict[int, Any] = {}  # of kernels, by torch's number of the device
 SPINS = 64  # looks at an event, of a microsecond each, before the thread sleeps until it is reached
 
 
@@ -101,25 +103,27 @@ class GpuDriver:
             found.multi_processor_count,
             found.shared_memory_per_block_optin,
             found.shared_memory_per_multiprocessor,
+            together=not self._attribute(index, "MPS_ENABLED"),
         )
-        self.polls = not self._check(
-            driver.cuDeviceGetAttribute(
-                driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT, driver.CUdevice(index)
-            )
-        )
+        self.polls = not self._attribute(index, "KERNEL_EXEC_TIMEOUT")
         self._overlaps = (found.major, found.minor) >= (9, 0)
         self._context = self._check(driver.cuCtxGetCurrent())
         own = "a" if (found.major, found.minor) == (9, 0) else ""  # with what only this architecture has
         units = [np.frombuffer(c, np.uint8) for c in cubins(f"sm_{found.major}{found.minor}{own}")]
         self._modules = [self._check(driver.cuModuleLoadData(unit.ctypes.data)) for unit in units]
         self._functions: dict[str, Any] = {}
-        self._stream = torch.cuda.Stream(self._device)  # kernels
+        self._stream = STREAMS.setdefault(index, torch.cuda.Stream(self._device))  # kernels
         self._recorder = torch.cuda.Stream(self._device)
         self._pool = torch.cuda.graph_pool_handle()  # graphs take turns: they share what they need
         # torch gives up a pool that no graph has any more
         self._first = self._recorded(lambda: torch.zeros(1, device=self._device))
         self._own = threading.local()  # copies: a stream and an event of each thread
         self._locked: list[U8] = []
+
+    def _attribute(self, index: int, name: str) -> int:
+        kind = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        found: int = self._check(self._cuda.cuDeviceGetAttribute(kind, self._cuda.CUdevice(index)))
+        return found
 
     def alloc(self, nbytes: int) -> Any:
         torch = self._torch

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from flashrt.backend import ROOM
 from flashrt.backends.cuda import args, gemm
-from flashrt.backends.cuda.args import Step, launch
+from flashrt.backends.cuda.args import Launch, Product, Step, Work, launch
 from flashrt.backends.cuda.fuse import Joint, Taking
 from flashrt.backends.cuda.operands import Matrix, Operands, Tensor
 from flashrt.errors import PlanError
@@ -28,6 +28,7 @@ WARPS = 16  # that multiply, of source/linear.cu
 FINISHERS = {1: 1, 2: 3, 4: 3}  # warps that finish, by eights of columns; one more copies
 COLUMNS = 32  # at most in one block
 SLOT = 38000  # bytes of a ring's slot at most: 64 blocks of 32 inputs of two row groups in q4
+PLAIN_SLOT = 67000  # in bf16: pieces of rows, which are read faster the longer they are
 DEPTH = 8  # slots of a ring at most
 EVEN = 128  # columns that a library's products are best cut at
 
@@ -105,7 +106,7 @@ def _few(
     name, pieces = NAMES[w.layout.name], -(-most // block.tokens)
     if most <= TAKEN:
         grid = (_across(tiles, pieces, ops.limits.processors), pieces)
-        return [launch(f"linear_{name}_{block.tile}", grid, block.threads, fields, block.shared)]
+        return [_product_of(name, grid, block, fields, w, instr.numerics)]
     at_once, piece = _at_once(w, block.tokens, instr.numerics)
     columns, steps = ops.scratch("room", ROOM).data_ptr(), list[Step]()
     for lo in range(0, pieces, at_once):
@@ -113,8 +114,52 @@ def _few(
         part = fields._replace(columns=columns, piece=piece, begin=begin)
         grid = (_across(tiles, some, ops.limits.processors), some)
         steps.append(launch(f"columns_{name}", (min(some * block.tokens, most - begin),), 32 * WARPS, part))
-        steps.append(launch(f"linear_{name}_{block.tile}", grid, block.threads, part, block.shared))
+        steps.append(_product_of(name, grid, block, part, w, instr.numerics))
     return steps
+
+
+def _product_of(
+    name: str, grid: tuple[int, int], block: Block, fields: args.Linear, w: Matrix, numerics: str
+) -> Product:
+    kernel, kept = f"linear_{name}_{block.tile}", room(w, block.tokens, numerics)
+    return Product(kernel, grid, block.threads, fields, w.layout.name, kept)
+
+
+def joined(steps: Iterable[Step], ops: Operands) -> list[Work]:
+    """With products that follow each other as one launch: weights of the next ones are on their way while a
+    block waits for what the others make of the one before."""
+    out, some = list[Work](), list[Product]()
+    for step in (*steps, None):
+        if some and not (isinstance(step, Product) and _alike(some, step) and ops.limits.together):
+            out.append(_chain(some, ops))
+            some = []
+        if isinstance(step, Product):
+            some.append(step)
+        elif step is not None:
+            out.append(step)
+    return out
+
+
+def _alike(some: Sequence[Product], other: Product) -> bool:
+    """Whether another product may follow some in one launch. bf16 weights take so long that waiting for each
+    other costs more than the ends of kernels do."""
+    first, own = some[0].of, other.of
+    same = some[0].kernel == other.kernel and (first.rows, first.tokens) == (own.rows, own.tokens)
+    fits = len(some) < args.JOINED and some[0].grid[1] == other.grid[1] == 1
+    return same and fits and other.layout != "bf16"
+
+
+def _chain(some: Sequence[Product], ops: Operands) -> Launch:
+    """The launch of some products."""
+    first, kept = some[0], max(product.room for product in some)
+    parts = [product.of for product in some]
+    spans, slot, depth = ring(first.layout, [part.k for part in parts], ops.limits.shared - kept)
+    cut = zip(parts, spans, strict=True)
+    parts = [part._replace(span=span, slot_bytes=slot, depth=depth) for part, span in cut]
+    door = int(ops.scratch("door", 4).data_ptr()) if len(some) > 1 else 0
+    grid = (max(product.grid[0] for product in some), first.grid[1])
+    fields = args.chain(parts, door)
+    return launch(first.kernel, grid, first.threads, fields, kept + ring_bytes(slot, depth))
 
 
 def _at_once(w: Matrix, tokens: int, numerics: str) -> tuple[int, int]:
@@ -173,12 +218,21 @@ def block_of(w: Matrix, rows: int, numerics: str, ops: Operands) -> Block:
     even = -(-rows // -(-rows // fitting[-1]))
     tokens = next(t for t in fitting if t >= even)  # up to 8 have sums twice: less may not fit
     free = ops.limits.shared - room(w, tokens, numerics)
-    slot = slot_bytes(w.layout.name, span_of(w.layout.name, w.k, SLOT))
-    while ring_bytes(slot, 2) > free:
-        slot = slot_bytes(w.layout.name, span_of(w.layout.name, w.k, slot // 2))
-    span, depth = span_of(w.layout.name, w.k, slot), ring_depth(slot, free)
+    (span,), slot, depth = ring(w.layout.name, [w.k], free)
     tile = next(t for t in (1, 2, 4) if tokens * digits <= 8 * t)
     return Block(tokens, digits, tile, span, slot, depth, ops.limits.shared - free + ring_bytes(slot, depth))
+
+
+def ring(layout: str, ks: Sequence[int], free: int) -> tuple[list[int], int, int]:
+    """The largest ring in so many bytes, for products of so many inputs: blocks of 32 inputs of each in a
+    slot, bytes of one, and slots."""
+    most = PLAIN_SLOT if layout == "bf16" else SLOT
+    while True:
+        spans = [span_of(layout, k, most) for k in ks]
+        slot = slot_bytes(layout, max(spans))
+        if ring_bytes(slot, 2) <= free:
+            return spans, slot, ring_depth(slot, free)
+        most = slot // 2
 
 
 def room(w: Matrix, tokens: int, numerics: str) -> int:

@@ -58,20 +58,25 @@ class Sizes:
 
     def at(self, dim: Dim) -> int:
         """Device address of a size."""
-        place = self.index.setdefault(dim, len(self.index))
-        assert place < len(self.here) - 1, "more sizes than there is room for"
+        place = self.index.setdefault(dim, len(self.index) + 1)
+        assert place < len(self.here), "more sizes than there is room for"
         return self.address + 8 * place
 
     @property
     def epoch(self) -> int:
-        """Device address of the step's number: it comes with the sizes."""
-        return self.address + 8 * (len(self.here) - 1)
+        """Device address of the step's number, in front of the sizes."""
+        return self.address
+
+    @property
+    def bytes(self) -> int:
+        """Of those there are so far."""
+        return 8 * (len(self.index) + 1)
 
     def write(self, env: Env, epoch: int) -> None:
         """The sizes at these symbols, and the step's number."""
         for dim, place in self.index.items():
             self.here[place] = size(dim, env)
-        self.here[-1] = epoch
+        self.here[0] = epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +120,14 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a GPU has. shared: bytes of shared memory that one block may have; shared_all: of a processor."""
+    """What a GPU has. shared: bytes of shared memory that one block may have; shared_all: of a processor;
+    together: whether blocks may wait for each other, as many as there are processors, since no kernels of
+    others run beside ours."""
 
     processors: int
     shared: int
     shared_all: int
+    together: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     return found
 
 
-def on(monkeypatch: pytest.MonkeyPatch, device: CudaDevice, processors: int, **more: int) -> None:
+def on(monkeypatch: pytest.MonkeyPatch, device: CudaDevice, processors: int, **more: Any) -> None:
     """Lets so many blocks share the work: few have large tiles."""
     limits = replace(device.driver.limits, processors=processors, **more)
     monkeypatch.setattr(device.driver, "limits", limits)

@@ -88,7 +88,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
 
 
 def names(steps: list[Step]) -> list[str]:
-    return [step.kernel for step in steps if isinstance(step, args.Launch)]
+    return [step.kernel for step in steps if isinstance(step, args.Launch | args.Product)]
 
 
 def room_of(device: CudaDevice) -> Any:
@@ -136,8 +136,8 @@ def test_columns_of_many_tokens_are_made_in_turns(
     values = {0: r(t, k), 2: r(t, n)}
     want = run(gpu, text, values, {"w": w}, T=t).read(1).tobytes()
     _, product = steps
-    assert isinstance(product, args.Launch)
-    fields, pieces = args.Linear(*product.fields), product.grid[1]  # type: ignore[arg-type]
+    assert isinstance(product, args.Product)
+    fields, pieces = product.of, product.grid[1]
     steps.clear()
     monkeypatch.setattr(products, "ROOM", 2 * fields.piece + 1)
     room = room_of(gpu)

@@ -140,16 +140,15 @@ def launches(tokens: int, **options: Any) -> list[Launch]:
     [(LINEAR_EXACT, ATTENTION_CACHED), (LINEAR_I8, ATTENTION_CACHED), (LINEAR_BF16, ATTENTION_BF16)],
 )
 def test_few_launches_with_all_numerics(tokens: int, numerics: str, attention: str) -> None:
-    """qkv, attention, o, gate and up, down: nothing else in a layer, but `rope` for several tokens.
-
-    Inputs are read early.
-    """
+    """Attention; o, gate and up, down and the next qkv as one: nothing else in a layer, but `rope` for
+    several tokens. Inputs are read early."""
     found = launches(tokens, numerics=numerics, attention=attention)
     names = [launch.kernel.split("_")[0] for launch in found]
     at = [i for i, name in enumerate(names) if name == "attention"]
     assert len(at) == len(GRAPH.states) > 1
     rope = ["rope"] * (tokens > 1)
-    assert names[at[0] + 1 : at[1] + 1] == ["linear"] * 4 + rope + ["attention"]
+    assert names[at[0] + 1 : at[1] + 1] == ["linear", *rope, "attention"]
+    assert found[at[0] + 1].fields[0] == 4
     given = [launch.fields for launch in found]
     assert all(fields.late == 0 for fields in given if isinstance(fields, Rope | Attention))
 
@@ -168,7 +167,8 @@ def test_every_kernel_waits_for_those_before_it() -> None:
     """Inputs are read before that wait, so none may start before `pull` is through: it lets nobody start, and
     behind it each waits."""
     kernels = source().split('extern "C" __global__')[1:]
-    bodies = {re.findall(r"(\w+)\(\w+ \w\)", k)[0]: k.partition("\n}\n")[0] for k in kernels}
+    names = (re.findall(r"(\w+)\((?:const __grid_constant__ )?\w+ \w+\)", k)[0] for k in kernels)
+    bodies = {name: k.partition("\n}\n")[0] for name, k in zip(names, kernels, strict=True)}
     templates = r"(linear|attention|gemm|columns|expert_\w+|tiles)<"
     for name, body in bodies.items():
         assert "after_others()" in body or re.search(templates, body), name

@@ -35,6 +35,11 @@ def room(layout: str, k: int, tokens: int, numerics: str) -> int:
     return linear.room(Matrix(0, 64, k, LAYOUTS[layout]), tokens, numerics)
 
 
+def most(layout: str) -> int:
+    """Bytes of a slot."""
+    return linear.PLAIN_SLOT if layout == "bf16" else linear.SLOT
+
+
 def tight(layout: str, k: int, tokens: int, numerics: str) -> int:
     """Bytes of shared memory with which a block has two of the smallest slots."""
     least = linear.ring_bytes(linear.slot_bytes(layout, linear.WARPS), 2)
@@ -55,7 +60,7 @@ def test_a_ring_fits_beside_what_a_block_keeps(layout: str, numerics: str, share
             assert kept + linear.ring_bytes(found.slot, found.depth) == found.shared <= shared
             assert 2 <= found.depth <= linear.DEPTH
             assert found.span % linear.WARPS == 0
-            assert linear.slot_bytes(layout, found.span) <= found.slot <= linear.SLOT
+            assert linear.slot_bytes(layout, found.span) <= found.slot <= most(layout)
             assert found.slot % 128 == 0
             assert found.tokens * found.digits <= min(8 * found.tile, linear.COLUMNS)
             # one more slot, if the ring may have it, has no room
@@ -65,7 +70,7 @@ def test_a_ring_fits_beside_what_a_block_keeps(layout: str, numerics: str, share
 @pytest.mark.parametrize("layout", linear.NAMES)
 def test_slots_share_a_row_evenly(layout: str) -> None:
     for k in range(32, 20000, 32 * 7):
-        for slot in (linear.slot_bytes(layout, linear.WARPS), 20000, linear.SLOT):
+        for slot in (linear.slot_bytes(layout, linear.WARPS), 20000, most(layout)):
             span, blocks = linear.span_of(layout, k, slot), -(-k // 32)
             turns = -(-blocks // span)
             assert linear.slot_bytes(layout, span) <= slot
@@ -167,3 +172,62 @@ def test_norm_and_gate(
     agree(gpu, text, values, 4, blocks, T=t, tolerance=tolerance)
     at_once = block(layout, k, t, numerics, gpu.driver.limits.shared).tokens
     same_bits(gpu, monkeypatch, text, values, 4, blocks, tight(layout, k, at_once, numerics), t)
+
+
+# ---- several products in one kernel ------------------------------------------------------
+def layer(layout: str, n: int, k: int, numerics: str) -> str:
+    """%0 → product + %0 = %1 → normalised, gate and up, gated = %4 → product + %1 = %5 → product = %6."""
+    exact = f'numerics="{numerics}"'
+    residual = "attrs={residual=true}"
+    return f"""weight o f32[{k},{k}] sources=[o] layout={layout}
+weight w f32[{2 * n},{k}] sources=[w] layout={layout}
+weight d f32[{k},{n}] sources=[d] layout={layout}
+weight h f32[{3 * n},{k}] sources=[h] layout={layout}
+weight b f32[{k}] sources=[b] layout=f32
+slot %0 cpu:0 f32[T,{k}]
+slot %1 cpu:0 f32[T,{k}]
+slot %2 cpu:0 f32[T,{k}]
+slot %3 cpu:0 f32[T,{2 * n}]
+slot %4 cpu:0 f32[T,{n}]
+slot %5 cpu:0 f32[T,{k}]
+slot %6 cpu:0 f32[T,{3 * n}]
+block o cpu:0 lo=0 hi={k} bytes=0
+block w cpu:0 lo=0 hi={2 * n} bytes=0
+block d cpu:0 lo=0 hi={k} bytes=0
+block h cpu:0 lo=0 hi={3 * n} bytes=0
+block b cpu:0 lo=0 hi={k} bytes=0
+dispatch {AT} kernel=linear.{layout}+residual args=[%0,@o,%0] dst=%1 {residual} {exact}
+dispatch {AT} kernel=rms_norm args=[%1,@b] dst=%2 attrs={{eps=1e-05,width={k},offset=1}} {EXACT}
+dispatch {AT} kernel=linear.{layout} args=[%2,@w] dst=%3 {exact}
+dispatch {AT} kernel=gated args=[%3[0:{n}],%3[{n}:{2 * n}]] dst=%4 attrs={{act="silu"}} {EXACT}
+dispatch {AT} kernel=linear.{layout}+residual args=[%4,@d,%1] dst=%5 {residual} {exact}
+dispatch {AT} kernel=linear.{layout} args=[%5,@h] dst=%6 {exact}
+"""
+
+
+@pytest.mark.parametrize("t", [1, 3])
+@pytest.mark.parametrize("layout", sorted(linear.PACKED))
+def test_products_in_one_kernel_have_the_bits_of_several(
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, layout: str, t: int
+) -> None:
+    """Blocks with no tile of a product, with one, and with several; in several orders of blocks and warps."""
+    n, k = 160, 96
+    text = layer(layout, n, k, LINEAR_EXACT)
+    values = {0: r(t, k)}
+    rows = {"o": (k, k), "w": (2 * n, k), "d": (k, n), "h": (3 * n, k)}
+    blocks = {name: packed(layout, *shape) for name, shape in rows.items()} | {"b": f32(0.1 * r(k))}
+    with monkeypatch.context() as apart:
+        apart.setattr(linear, "_alike", lambda some, other: False)
+        several = agree(gpu, text, values, 6, blocks, T=t).tobytes()
+    found: list[int] = []
+    make = linear._chain
+
+    def kept(some: Any, ops: Operands) -> Any:
+        found.append(len(some))
+        return make(some, ops)
+
+    monkeypatch.setattr(linear, "_chain", kept)
+    for _ in range(2):  # words that blocks count in are as they were
+        assert run(gpu, text, values, blocks, T=t).read(6).tobytes() == several
+    assert set(found) == {4}
+    same_bits(gpu, monkeypatch, text, values, 6, blocks, tight(layout, n, t, LINEAR_EXACT), t)

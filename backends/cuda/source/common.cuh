@@ -210,6 +210,16 @@ __device__ __forceinline__ i64 clock_ns() {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
   return (i64)t;
 }
+// A word that other blocks change, as it is now; what they wrote before it is seen from then on.
+__device__ __forceinline__ u32 word_now(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+// Adds to such a word, behind what this thread wrote or knows to be written.
+__device__ __forceinline__ void add_behind(u32* p, u32 v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 // How many counted in before. What a block wrote before it met and one of its threads counted in is there for
 // those that count in later.
 __device__ __forceinline__ int count_in(int* counter) {
@@ -238,9 +248,9 @@ __device__ __forceinline__ float block_sum(float v, float* room) {
   meet(0, 512);
   if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = v;
   meet(0, 512);
-  float total = 0.f;
-  for (int i = 0; i < 16; ++i) total += room[i];
-  return total;
+  v = room[threadIdx.x & 15];
+  for (int o = 8; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
+  return v;
 }
 
 // 1 / root mean square, by a block of 512 threads: `sum` is a thread's Σx² of its pieces of 8, one by one, where

@@ -91,7 +91,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertArgs& a, const Ring
     if (item.expert == a.choices.experts) continue;
     const float none[8] = {};
     for (int t = 0; t < item.count; ++t)
-      stage<FORMAT>(a.of, row_of(a.choices, pair_of(a.choices, item, t)), t, tokens, none, here.x, here.parts);
+      stage<FORMAT, ONE>(a.of, row_of(a.choices, pair_of(a.choices, item, t)), t, tokens, none, here.x, here.parts);
     meet(0, 512);
     if (at == all.hi) let_others_start();
     for (; own; --own) multiply_tile<FORMAT, NT, ONE>(here, nblk, span, tokens, ring, turn, given);

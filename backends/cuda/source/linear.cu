@@ -38,6 +38,15 @@ struct LinearArgs {
   i64 begin;             // the first token of this launch
 };
 
+// Products of the same tokens, one after the other: each takes what the one before it made, or nothing of this kernel's.
+constexpr int JOINED = 8;
+
+struct ChainArgs {
+  i64 count;
+  u32* door;              // of more than one: a word whose low bits are 0 before and after
+  LinearArgs parts[JOINED];
+};
+
 constexpr int WARPS = 16;         // that multiply; behind them one that copies, and those that finish
 
 // Warps that finish, and the tokens that each adds up at a time. One token is through sooner with little code.
@@ -51,6 +60,26 @@ constexpr int PITCH = WARPS + 1;  // of partial sums: neighbouring cells lie in 
 // Row groups that a block of threads makes at a time.
 template <int FORMAT>
 constexpr int GROUPS = FORMAT == 16 ? 1 : 2;
+
+// What all blocks of a kernel wait at for each other, so they have to run at the same time: the sign of a word turns when
+// the last of them has arrived.
+struct Door {
+  u32* word;  // 0: of a thread that doesn't wait
+  u32 sign;
+
+  // before the thread's block arrives for the first time
+  __device__ __forceinline__ explicit Door(u32* word) : word(word), sign(word ? word_now(word) : 0) {}
+  // Until all have arrived so often. The thread knows that they have once less.
+  __device__ __forceinline__ void wait(int rounds) const {
+    if (!word) return;
+    while ((word_now(word) ^ sign) >> 31 != (rounds & 1)) {}
+  }
+};
+
+// One of so many arrivals, which are one thread's `first` and the others'.
+__device__ __forceinline__ void arrive_at(u32* door, bool first, int arrivals) {
+  add_behind(door, first ? 0x80000000u - (arrivals - 1) : 1u);
+}
 
 constexpr int SUMS = 2;  // sets of the warps' sums: one is added up while the next comes
 
@@ -124,13 +153,12 @@ __device__ __forceinline__ void fill_slot(
 
 // What the copying warp does: fills slot after slot, in the order in which they are used.
 template <int FORMAT>
-__device__ __forceinline__ void feed(const LinearArgs& a, const Ring& ring, int lane) {
+__device__ __forceinline__ void feed(const LinearArgs& a, const Ring& ring, Turn& turn, int lane) {
   constexpr int U = GROUPS<FORMAT>;
   const int k = (int)a.k, nblk = (k + 31) / 32, span = (int)a.span, last = (int)a.n * (a.act ? 2 : 1) - 1;
   const int apart = a.act ? 1 : U, halves = a.act && U == 1 ? 2 : 1;  // bf16: gate and up one after the other
   const int tiles = (int)a.tiles, second = (int)a.second;
   const char* w = a.w;
-  Turn turn;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x)
     for (int half = 0; half < halves; ++half)
       for (int b = 0; b < nblk; b += span) {
@@ -315,28 +343,50 @@ __device__ __forceinline__ void blocks(
   }
 }
 
-// Piece `at` of token `row`, eight activations; zeros beyond k.
-__device__ __forceinline__ void load8(const LinearArgs& a, i64 row, int at, float* v) {
-  const float* x = (const float*)a.x + row * a.x_stride + 8 * at;
-  if (a.x_kind == 0 && 8 * at + 8 <= a.k && !(a.x_stride & 3)) {
-    const float4 p = *(const float4*)x, q = *(const float4*)(x + 4);
-    v[0] = p.x; v[1] = p.y; v[2] = p.z; v[3] = p.w; v[4] = q.x; v[5] = q.y; v[6] = q.z; v[7] = q.w;
+// A token's activations. easy: pieces of eight lie side by side, aligned.
+struct Token {
+  const char* x;
+  int kind, k;  // as in LinearArgs
+  bool easy;
+};
+
+__device__ __forceinline__ Token token_of(const LinearArgs& a, i64 row) {
+  const int item = a.x_kind == 0 ? 4 : a.x_kind == 1 ? 2 : 1;
+  return {(const char*)a.x + row * a.x_stride * item, (int)a.x_kind, (int)a.k, !((a.k & 7) | (a.x_stride * item & 15))};
+}
+
+// Four activations from `at` on, one by one; zeros beyond k.
+__device__ __noinline__ float4 one_by_one(const char* x, int kind, int at, int k) {
+  float v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    v[i] = at + i >= k ? 0.f : kind ? float_of(((const u16*)x)[at + i]) : ((const float*)x)[at + i];
+  return float4{v[0], v[1], v[2], v[3]};
+}
+
+// Piece `at`, eight activations; zeros beyond k.
+__device__ __forceinline__ void load8(const Token& t, int at, float* v) {
+  if (t.easy && t.kind) {
+    const uint4 p = 8 * at < t.k ? *(const uint4*)(t.x + at * 16) : make_uint4(0, 0, 0, 0);
+    v[0] = float_of(p.x & 0xffff); v[2] = float_of(p.y & 0xffff); v[4] = float_of(p.z & 0xffff); v[6] = float_of(p.w & 0xffff);
+    v[1] = float_of(p.x >> 16); v[3] = float_of(p.y >> 16); v[5] = float_of(p.z >> 16); v[7] = float_of(p.w >> 16);
     return;
   }
-  const u16* h = (const u16*)a.x + row * a.x_stride + 8 * at;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] = 8 * at + i >= a.k ? 0.f : a.x_kind ? float_of(h[i]) : x[i];
+  float4 p = {0.f, 0.f, 0.f, 0.f}, q = p;
+  if (!t.easy) {
+    p = one_by_one(t.x, t.kind, 8 * at, t.k);
+    q = one_by_one(t.x, t.kind, 8 * at + 4, t.k);
+  } else if (8 * at < t.k) {
+    p = *(const float4*)(t.x + at * 32);
+    q = *(const float4*)(t.x + at * 32 + 16);
+  }
+  v[0] = p.x; v[1] = p.y; v[2] = p.z; v[3] = p.w; v[4] = q.x; v[5] = q.y; v[6] = q.z; v[7] = q.w;
 }
 
 // What a piece is multiplied by when it is normalised.
 __device__ __forceinline__ void weights8(const LinearArgs& a, int at, float* w) {
-  if (a.norm && 8 * at + 8 <= a.k) {
-    const float4 p = *(const float4*)(a.norm + 8 * at), q = *(const float4*)(a.norm + 8 * at + 4);
-    w[0] = p.x; w[1] = p.y; w[2] = p.z; w[3] = p.w; w[4] = q.x; w[5] = q.y; w[6] = q.z; w[7] = q.w;
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) w[i] = a.norm && 8 * at + i < a.k ? a.norm[8 * at + i] : 0.f;
+  const int k = a.norm ? (int)a.k : 0;
+  load8({(const char*)a.norm, 0, k, !(k & 7)}, at, w);
 }
 
 __device__ __forceinline__ void scale8(const LinearArgs& a, float inverse, const float* w, float* v) {
@@ -347,24 +397,25 @@ __device__ __forceinline__ void scale8(const LinearArgs& a, float inverse, const
   }
 }
 
-// Three bf16 whose sum is v, each in the upper half of a word.
-__device__ __forceinline__ void split(float v, u32& high, u32& mid, u32& low) {
-  high = bf16_of(v);
-  const float h = float_of(high), rest = fabsf(h) < INFINITE ? v - h : 0.f;
-  mid = bf16_of(rest);
-  low = bf16_of(rest - float_of(mid));
+// Two values as three pairs of bf16 whose sums they are.
+__device__ __forceinline__ void split(float v, float w, u32* parts) {
+#pragma unroll
+  for (int d = 0; d < 3; ++d) {
+    parts[d] = pair_of(v, w);
+    const float near = float_of(parts[d] & 0xffff), far = float_of(parts[d] >> 16);
+    v = fabsf(near) < INFINITE ? v - near : 0.f;
+    w = fabsf(far) < INFINITE ? w - far : 0.f;
+  }
 }
 
 __device__ __forceinline__ void place_bf16(const float* v, int at, int t, const Columns& x) {
-  u32 c[3][8];
+  u32 c[4][3];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) split(v[i], c[0][i], c[1][i], c[2][i]);
+  for (int i = 0; i < 4; ++i) split(v[2 * i], v[2 * i + 1], c[i]);
   uint4* to = (uint4*)x.values + (i64)((at >> 2) * x.count + t * x.digits) * 4 + (at & 3);
 #pragma unroll
   for (int d = 0; d < 3; ++d)
-    if (d < x.digits)
-      to[4 * d] = make_uint4(pair(c[d][0], c[d][1]), pair(c[d][2], c[d][3]), pair(c[d][4], c[d][5]),
-                             pair(c[d][6], c[d][7]));
+    if (d < x.digits) to[4 * d] = make_uint4(c[0][d], c[1][d], c[2][d], c[3][d]);
 }
 
 // Four words' bytes number d side by side, for each d.
@@ -375,24 +426,36 @@ __device__ __forceinline__ void transpose(const int* z, u32* out) {
   out[2] = bytes_of(c, d, 0x5410); out[3] = bytes_of(c, d, 0x7632);
 }
 
-// The whole numbers of eight activations and their scale; four neighbouring lanes have a block of 32. Two digits
-// are for "act=bf16".
+// The whole numbers of eight activations and their scale; four neighbouring lanes have a block of 32. ONE: one digit,
+// else two, for "act=bf16", or four.
+template <bool ONE>
 __device__ __forceinline__ float whole_numbers(float* v, int digits, int* z) {
-  if (digits == 2)
+  if (!ONE && digits == 2)
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = float_of(bf16_of(v[i]));
-  float most = 0.f;
+    for (int i = 0; i < 8; i += 2) {
+      const u32 both = pair_of(v[i], v[i + 1]);
+      v[i] = float_of(both & 0xffff);
+      v[i + 1] = float_of(both >> 16);
+    }
+  u32 bits = 0;  // of the largest, without signs: they order floats, and NaN above all
 #pragma unroll
-  for (int i = 0; i < 8; ++i) most = v[i] == v[i] ? fmaxf(most, fabsf(v[i])) : INFINITE;
-  most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-  most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-  if (most == INFINITE) {
+  for (int i = 0; i < 8; ++i) {
+    const u32 own = __float_as_uint(v[i]) & 0x7fffffffu;
+    bits = own > bits ? own : bits;
+  }
+#pragma unroll
+  for (int o = 1; o < 4; o <<= 1) {
+    const u32 other = __shfl_xor_sync(0xffffffffu, bits, o);
+    bits = other > bits ? other : bits;
+  }
+  if (bits >= 0x7f800000u) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) z[i] = 0;
     return __int_as_float(0x7fc00000);
   }
-  if (digits == 1) {
-    const float scale = __fdiv_rn(most, 127.f), by = scale == 0.f ? 1.f : scale, inverse = __fdiv_rn(1.f, by);
+  if (ONE) {
+    const float scale = __fdiv_rn(__uint_as_float(bits), 127.f), by = scale == 0.f ? 1.f : scale;
+    const float inverse = __fdiv_rn(1.f, by);
     // v·(1/by) is less than 2e-5 off the rounded quotient v/by, so only next to halves need it be divided
     bool sure = by >= 1.1754944e-38f;
 #pragma unroll
@@ -409,8 +472,7 @@ __device__ __forceinline__ float whole_numbers(float* v, int digits, int* z) {
       }
     return scale;
   }
-  const int exponent = (int)(__float_as_uint(most) >> 23);
-  int power = (digits == 4 ? 283 : 267) - exponent;  // 2^(29 or 13 − exponent), biased
+  int power = (digits == 4 ? 283 : 267) - (int)(bits >> 23);  // 2^(29 or 13 − exponent), biased
   power = power < 253 ? power : 253;
   const float by = __int_as_float(power << 23);
   const int half = digits == 4 ? 0x00808080 : 0x80;
@@ -419,8 +481,16 @@ __device__ __forceinline__ float whole_numbers(float* v, int digits, int* z) {
   return __int_as_float((254 - power) << 23);
 }
 
+// Four words, of which word `by` becomes the first, and so on.
+__device__ __forceinline__ void turn(u32* v, int by) {
+  const u32 a = v[0], b = v[1], c = v[2], d = v[3];
+  const bool odd = by & 1, two = by & 2;
+  const u32 p = odd ? b : a, q = odd ? c : b, r = odd ? d : c, s = odd ? a : d;
+  v[0] = two ? r : p; v[1] = two ? s : q; v[2] = two ? p : r; v[3] = two ? q : s;
+}
+
 // Whole numbers z with their scale and, for q4m, the sum of what they stand for.
-template <int FORMAT>
+template <int FORMAT, bool ONE>
 __device__ __forceinline__ void place_bytes(
     const int* z, float scale, float sum, int at, int t, int tokens, bool in, const Columns& x) {
   if (FORMAT == 5) {
@@ -433,14 +503,18 @@ __device__ __forceinline__ void place_bytes(
   transpose(z, low);
   transpose(z + 4, high);
   char* to = x.values + (b * x.count + t * x.digits) * 32;
+  // four digits: neighbours begin with different ones, which lie in different banks
+  const int begin = !ONE && x.digits == 4 ? b & 3 : 0;
+  if (!ONE) { turn(low, begin); turn(high, begin); }
 #pragma unroll
-  for (int d = 0; d < 4; ++d)
-    if (d < x.digits) {
+  for (int i = 0; i < (ONE ? 1 : 4); ++i)
+    if (i < x.digits) {
+      const int d = i + begin & 3;
       if (FORMAT == 8) {  // a lane meets fours j and j+4, as a q8 block has them; else 2j and 2j+1
-        *(u32*)(to + d * 32 + (2 * j & 3) * 8 + (j >> 1) * 4) = low[d];
-        *(u32*)(to + d * 32 + (2 * j + 1 & 3) * 8 + (j >> 1) * 4) = high[d];
+        *(u32*)(to + d * 32 + (2 * j & 3) * 8 + (j >> 1) * 4) = low[i];
+        *(u32*)(to + d * 32 + (2 * j + 1 & 3) * 8 + (j >> 1) * 4) = high[i];
       } else {
-        *(uint2*)(to + d * 32 + j * 8) = make_uint2(low[d], high[d]);
+        *(uint2*)(to + d * 32 + j * 8) = make_uint2(low[i], high[i]);
       }
       if (FORMAT == 5 && j == 0) x.sums[b * x.count + t * x.digits + d] = d ? 0.f : sum;
     }
@@ -463,45 +537,51 @@ __device__ __forceinline__ float bytes8(const LinearArgs& a, i64 row, int at, in
   return scale;
 }
 
-// x of a token as columns. w: what the thread's first piece is multiplied by. A piece is on its way while the
-// one before is placed.
-template <int FORMAT>
+constexpr int SOON = 1;  // pieces of a thread that are on their way while it places one
+
+// x of a token as columns. w: what the thread's first piece is multiplied by. ONE: as bytes, which it may be already.
+template <int FORMAT, bool ONE>
 __device__ __forceinline__ void stage(
     const LinearArgs& a, i64 row, int t, int tokens, const float* w, const Columns& x, float* room) {
-  const int pieces = ((int)a.k + 31) / 32 * 4, end = (pieces + 31) / 32 * 32;
-  float v[8], next[8], by[8], inverse = 1.f;
-  const bool floats = a.x_kind != 2;
-  if (floats) load8(a, row, threadIdx.x, v);
+  const int pieces = ((int)a.k + 31) / 32 * 4, end = (pieces + 31) / 32 * 32, mine = threadIdx.x;
+  float v[SOON + 1][8], by[8], inverse = 1.f;
+  const bool floats = !ONE || a.x_kind != 2;
+  const Token token = token_of(a, row);
+#pragma unroll
+  for (int e = 0; e < SOON; ++e)
+    if (floats) load8(token, mine + 512 * e, v[e]);
   if (a.norm_on) {
     float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum = __fmaf_rn(v[i], v[i], sum);
-    for (int at = threadIdx.x + 512; at < pieces; at += 512) {
-      load8(a, row, at, next);
+    for (int i = 0; i < 8; ++i) sum = __fmaf_rn(v[0][i], v[0][i], sum);
+#pragma unroll 1
+    for (int at = mine + 512; at < pieces; at += 512) {
+      load8(token, at, v[SOON]);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum = __fmaf_rn(next[i], next[i], sum);
+      for (int i = 0; i < 8; ++i) sum = __fmaf_rn(v[SOON][i], v[SOON][i], sum);
     }
     inverse = inverse_rms(sum, (int)a.k, (float)a.eps, room);
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) by[i] = w[i];
-  for (int at = threadIdx.x; at < end; at += 512) {
+#pragma unroll 1
+  for (int at = mine; at < end; at += 512) {
     const bool in = at < pieces;
     int z[8];
     float scale = 0.f, sum = 0.f;
     if (floats) {
-      if (at + 512 < end) load8(a, row, at + 512, next);
-      if (a.norm_on) scale8(a, inverse, by, v);
+      load8(token, at + 512 * SOON, v[SOON]);
+      if (a.norm_on) scale8(a, inverse, by, v[0]);
       if constexpr (FORMAT == 16) {
-        if (in) place_bf16(v, at, t, x);
+        if (in) place_bf16(v[0], at, t, x);
       } else {
-        scale = whole_numbers(v, x.digits, z);
-        if (FORMAT == 5 && x.digits > 1)
+        scale = whole_numbers<ONE>(v[0], x.digits, z);
+        if (FORMAT == 5 && !ONE)
 #pragma unroll
-          for (int i = 0; i < 8; ++i) sum += v[i];
+          for (int i = 0; i < 8; ++i) sum += v[0][i];
       }
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = next[i];
+      for (int i = 0; i < 8 * SOON; ++i) v[i / 8][i % 8] = v[i / 8 + 1][i % 8];
       if (a.norm_on && at + 512 < end) weights8(a, at + 512, by);
     } else {
 #pragma unroll
@@ -509,10 +589,10 @@ __device__ __forceinline__ void stage(
       if (in) scale = bytes8(a, row, at, z);
     }
     if constexpr (FORMAT != 16) {
-      if (FORMAT == 5 && x.digits == 1)
+      if (FORMAT == 5 && ONE)
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum += scale * (float)z[i];
-      place_bytes<FORMAT>(z, scale, sum, at, t, tokens, in, x);
+      place_bytes<FORMAT, ONE>(z, scale, sum, at, t, tokens, in, x);
     }
   }
 }
@@ -651,33 +731,43 @@ __device__ __forceinline__ void multiply_tile(
   given.next(here.sets);
 }
 
-// What the multiplying warps do. room: shared memory for x and sums.
+// What the multiplying warps do for all products. room: shared memory for x and sums.
 template <int FORMAT, int NT, bool ONE>
-__device__ __forceinline__ void product(const LinearArgs& a, i64 first, int tokens, const Ring& ring, char* room) {
-  const int nblk = ((int)a.k + 31) / 32, span = (int)a.span, tiles = (int)a.tiles;
-  const int halves = a.act && GROUPS<FORMAT> == 1 ? 2 : 1;
+__device__ __forceinline__ void multiply_all(const ChainArgs& all, i64 first, int tokens, const Ring& ring, char* room) {
+  const int count = (int)all.count;
   Turn turn, given;
-  float w[8];
-  if (a.norm_on && !a.columns) weights8(a, threadIdx.x, w);
-  after_others();
-  const Layout<FORMAT> here(a, tokens, room);
-  if (a.columns) {
-    fetch(room, a.columns + blockIdx.y * a.piece, here.bytes, ring.full + 16 + 2 * SUMS);
-  } else {
-    for (int t = 0; t < tokens; ++t) stage<FORMAT>(a, first + t, t, tokens, w, here.x, here.parts);
-    meet(0, 512);
-  }
-  for (int at = blockIdx.x; at < tiles; at += gridDim.x) {
-    // not sooner: the next kernel's blocks would crowd where this one's end first
-    if (at + gridDim.x >= tiles) let_others_start();
-    for (int h = 0; h < halves; ++h) multiply_tile<FORMAT, NT, ONE>(here, nblk, span, tokens, ring, turn, given);
+  Door door(threadIdx.x == 0 && count > 1 ? all.door : (u32*)0);
+  for (int part = 0; part < count; ++part) {
+    const LinearArgs& a = all.parts[part];
+    const int nblk = ((int)a.k + 31) / 32, span = (int)a.span, tiles = (int)a.tiles;
+    const int halves = a.act && GROUPS<FORMAT> == 1 ? 2 : 1;
+    float w[8];
+    if (a.norm_on && !a.columns) weights8(a, threadIdx.x, w);
+    if (part) {
+      door.wait(part);
+      meet(0, 512);
+    } else {
+      after_others();
+    }
+    const Layout<FORMAT> here(a, tokens, room);
+    if (a.columns) {
+      fetch(room, a.columns + blockIdx.y * a.piece, here.bytes, ring.full + 16 + 2 * SUMS);
+    } else {
+      for (int t = 0; t < tokens; ++t) stage<FORMAT, ONE>(a, first + t, t, tokens, w, here.x, here.parts);
+      meet(0, 512);
+    }
+    for (int at = blockIdx.x; at < tiles; at += gridDim.x) {
+      // not sooner: the next kernel's blocks would crowd where this one's end first
+      if (at + gridDim.x >= tiles && part == count - 1) let_others_start();
+      for (int h = 0; h < halves; ++h) multiply_tile<FORMAT, NT, ONE>(here, nblk, span, tokens, ring, turn, given);
+    }
   }
 }
 
 // What the last warps do: add up, in order, what the others have for an output, and write it. mine: which of them this is.
 template <int FORMAT, int NT>
 __device__ __forceinline__ void finish(
-    const LinearArgs& a, i64 first, int tokens, const Ring& ring, char* room, int lane, int mine) {
+    const LinearArgs& a, i64 first, int tokens, const Ring& ring, char* room, Turn& given, int lane, int mine) {
   constexpr int U = GROUPS<FORMAT>, MANY = SOME<NT>, STEP = FINISHERS<NT> * (3 - U);  // tokens between two of a lane's
   const int halves = a.act && U == 1 ? 2 : 1, tiles = (int)a.tiles, apart = a.act ? 1 : U;
   const int r = lane & 15, side = lane >> 4;  // side: the group or, with one group, every other token
@@ -685,8 +775,6 @@ __device__ __forceinline__ void finish(
   const bool gated = a.act != 0;
   u64* full = ring.full + 16;
   const Layout<FORMAT> here(a, tokens, room);
-  Turn given;
-  if (a.residual) after_others();  // else all it reads comes from the warps that multiply
   for (int at = blockIdx.x; at < tiles; at += gridDim.x) {
     const i64 channel = (i64)(at * apart + (U == 2 && !gated ? side : 0)) * 16 + r;
     for (int h = 0; h < halves; ++h) {
@@ -735,16 +823,35 @@ __device__ __forceinline__ void finish(
 }
 
 template <int FORMAT, int NT>
-__device__ __forceinline__ void linear(const LinearArgs& a) {
+__device__ __forceinline__ void linear(const ChainArgs& all) {
   SHARED_BYTES(shared);
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const LinearArgs& a = all.parts[0];  // which tokens there are, and how the ring is cut, is the same for all
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, count = (int)all.count;
   const i64 first = a.begin + blockIdx.y * a.tokens, left = from_host(a.rows) - first;
   if (left <= 0) { after_others(); return; }
   const Ring ring = ring_at(shared, (int)a.slot_bytes, (int)a.depth, FINISHERS<NT>);
   const int tokens = (int)(left < a.tokens ? left : a.tokens);
   char* room = shared + ring_bytes(ring.slot_bytes, ring.depth);
-  if (warp == WARPS) feed<FORMAT>(a, ring, lane);
-  else if (warp > WARPS) finish<FORMAT, NT>(a, first, tokens, ring, room, lane, warp - WARPS - 1);
-  else if (FORMAT != 16 && a.digits == 1) product<FORMAT, NT, true>(a, first, tokens, ring, room);
-  else product<FORMAT, NT, false>(a, first, tokens, ring, room);
+  if (warp == WARPS) {
+    Turn turn;
+    for (int part = 0; part < count; ++part) feed<FORMAT>(all.parts[part], ring, turn, lane);
+  } else if (warp > WARPS) {
+    Turn given;
+    if (a.residual || count > 1) after_others();  // else all it reads comes from the warps that multiply
+    const Door door(lane == 0 && count > 1 ? all.door : (u32*)0);
+    for (int part = 0; part < count; ++part) {
+      if (part) {
+        door.wait(part);
+        __syncwarp();
+      }
+      finish<FORMAT, NT>(all.parts[part], first, tokens, ring, room, given, lane, warp - WARPS - 1);
+      __syncwarp();
+      if (lane == 0 && part + 1 < count)
+        arrive_at(all.door, blockIdx.x == 0 && warp == WARPS + 1, gridDim.x * FINISHERS<NT>);
+    }
+  } else if (FORMAT != 16 && a.digits == 1) {
+    multiply_all<FORMAT, NT, true>(all, first, tokens, ring, room);
+  } else {
+    multiply_all<FORMAT, NT, false>(all, first, tokens, ring, room);
+  }
 }

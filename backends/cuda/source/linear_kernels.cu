@@ -1,8 +1,8 @@
 // The kernels of products for few tokens: a format, and how many eights of columns. And those that make columns.
 
 #define LINEAR(name, format, nt) \
-  extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1 + FINISHERS<nt>), 1) name(LinearArgs a) { \
-    linear<format, nt>(a); \
+  extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1 + FINISHERS<nt>), 1) name(const __grid_constant__ ChainArgs all) { \
+    linear<format, nt>(all); \
   }
 
 LINEAR(linear_q4_1, 4, 1)
@@ -31,7 +31,9 @@ __device__ __forceinline__ void columns(const LinearArgs& a) {
   if (row >= rows) return;
   const int tokens = (int)(left < a.tokens ? left : a.tokens);
   const Layout<FORMAT> there(a, tokens, a.columns + piece * a.piece);
-  stage<FORMAT>(a, row, (int)(row - first), tokens, w, there.x, room);
+  const int t = (int)(row - first);
+  if (FORMAT != 16 && a.digits == 1) stage<FORMAT, true>(a, row, t, tokens, w, there.x, room);
+  else stage<FORMAT, false>(a, row, t, tokens, w, there.x, room);
 }
 
 extern "C" __global__ void __launch_bounds__(512) columns_q4(LinearArgs a) { columns<4>(a); }

@@ -1,6 +1,7 @@
 // Everything that isn't a matrix product or attention.
 
 // Inputs of the step from the host's pinned memory: pairs of addresses and sizes in bytes.
+constexpr int ENTRIES = 64;
 struct PullArgs {
   const i64* entries;  // [count][3]: from, to, bytes
   i64 count;
@@ -11,20 +12,26 @@ struct PullArgs {
 };
 
 // It lets no kernel start before it is through: those behind it may read the inputs at once. When the host sees
-// `pulled`, it may write the next step's.
+// `pulled`, it may write the next step's. Each read of the host's memory takes some hundred nanoseconds of the link,
+// whatever it brings: a warp's is 128 bytes, and blocks have the list from one of their warps.
 extern "C" __global__ void pull(PullArgs a) {
+  __shared__ i64 list[3 * ENTRIES];
   after_others();
-  if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) *a.stamp = clock_ns();
-  for (i64 e = blockIdx.y; e < a.count; e += gridDim.y) {
-    const char* from = (const char*)from_host(a.entries + 3 * e);
-    char* to = (char*)from_host(a.entries + 3 * e + 1);
-    const i64 words = from_host(a.entries + 3 * e + 2) / 4;
-    for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < words; i += (i64)gridDim.x * blockDim.x)
-      ((u32*)to)[i] = from_host((const u32*)from + i);
+  const int thread = threadIdx.x, warps = blockDim.x / 32, count = (int)a.count;
+  if (thread == 0 && blockIdx.x == 0) *a.stamp = clock_ns();
+  for (int i = thread; i < 3 * count; i += blockDim.x) list[i] = from_host(a.entries + i);
+  __syncthreads();
+  for (int part = blockIdx.x * warps + thread / 32, before = 0, e = 0; e < count;) {
+    const i64* entry = list + 3 * e;
+    const int words = (int)entry[2] / 4, parts = (words + 31) / 32;
+    if (part - before >= parts) { before += parts; ++e; continue; }
+    const int i = (part - before) * 32 + thread % 32;
+    if (i < words) ((u32*)entry[1])[i] = from_host((const u32*)entry[0] + i);
+    part += gridDim.x * warps;
   }
   __threadfence();
   __syncthreads();
-  if (threadIdx.x || atomicAdd(a.through, 1) != (int)(gridDim.x * gridDim.y) - 1) return;
+  if (thread || atomicAdd(a.through, 1) != (int)gridDim.x - 1) return;
   *a.through = 0;
   show_the_host();
   *(volatile i64*)a.pulled = from_others(a.epoch);

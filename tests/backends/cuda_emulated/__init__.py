@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 def _entries(text: str) -> list[tuple[str, str]]:
     """(kernel, struct of its arguments)."""
     plain = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\((\w+) \w\)', text)
-    linear = [(n, "LinearArgs") for n in re.findall(r"^LINEAR\((\w+), \d", text, re.M)]
+    linear = [(n, "ChainArgs") for n in re.findall(r"^LINEAR\((\w+), \d", text, re.M)]
     linear += [(n, "GemmArgs") for n in re.findall(r"^GEMM\((\w+), \d", text, re.M)]
     sizes = re.findall(r"ATTENTION\((\d), (\d)\)", text)
     heads = [(f"attention{few}_{g}_{p}", "AttentionArgs") for g, p in sizes for few in ("", "_few")]
@@ -142,7 +142,9 @@ class EmulatedDriver:
         if launch.kernel == "carry":
             _until(launch.fields)  # not in the kernel: those of all devices run one at a time
         args = ctypes.create_string_buffer(launch.args, len(launch.args))
-        assert library().emulate(call, args, x, y, z, launch.threads, launch.shared), f"{launch} took more"
+        together = launch.kernel.startswith("linear_") and launch.fields[0] > 1
+        sizes = (x, y, z, launch.threads, launch.shared, int(together))
+        assert library().emulate(call, args, *sizes), f"{launch} took more"
         if launch.kernel == "carry" and (carry := _carry(launch.fields)).tick_0:
             ctypes.c_int64.from_address(carry.stamps).value = came
 

@@ -1,5 +1,5 @@
 // CUDA's threads as fibers of one thread of the host, so that kernels can be run and compared without a GPU.
-// Blocks run one after another; the threads of a block take turns wherever they wait for each other.
+// Blocks run one after another, or all together if they wait for each other; threads take turns wherever they wait.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -15,6 +15,8 @@
 #define __forceinline__ inline
 #define __shared__ static
 #define __launch_bounds__(...)
+#define __grid_constant__
+#define __noinline__ __attribute__((noinline))
 #define SHARED_BYTES(name) char* name = emulated::shared
 #define SHARED_BYTES_AT(name, alignment) SHARED_BYTES(name)
 
@@ -91,13 +93,14 @@ static void begin(Block& b, unsigned threads) {
     makecontext(&b.fibers[t], enter, 0);
   }
 }
+static char* shared_of(Block& b) { return b.shared.data() + (-(uintptr_t)b.shared.data() & 127); }
 // Every thread of a block runs until it waits for another; those of a late warp rarely.
 static void turn(Block& b) {
   static unsigned round;
   ++round;
   block = &b;
   blockIdx = b.at;
-  shared = b.shared.data() + (-(uintptr_t)b.shared.data() & 127);
+  shared = shared_of(b);
   for (unsigned i = 0; i < b.done.size(); ++i) {
     const unsigned t = down ? b.done.size() - 1 - i : i;
     if (b.done[t] || ((int)t / 32 == late && round % 64)) continue;
@@ -120,23 +123,36 @@ extern "C" void take_turns(int down, int late) {
   emulated::late = late;
 }
 
-// Whether all blocks kept to so many bytes of shared memory.
+// Whether all blocks kept to so many bytes of shared memory. together: blocks wait for each other.
 extern "C" int emulate(
-    void (*body)(void*), void* arguments, unsigned gx, unsigned gy, unsigned gz, unsigned threads, unsigned bytes) {
-  static emulated::Block block;
+    void (*body)(void*), void* arguments, unsigned gx, unsigned gy, unsigned gz, unsigned threads, unsigned bytes,
+    int together) {
+  static std::vector<emulated::Block> blocks;
   emulated::body = body;
   emulated::arguments = arguments;
   gridDim = {gx, gy, gz};
   blockDim = {threads, 1, 1};
-  for (unsigned z = 0; z < gz; ++z)
-    for (unsigned y = 0; y < gy; ++y)
-      for (unsigned x = 0; x < gx; ++x) {
-        block.at = {x, y, z};
-        emulated::begin(block, threads);
-        while (block.left) emulated::turn(block);
-        for (unsigned i = 0; i < 16 << 10; ++i)  // as `begin` filled it
-          if ((char)emulated::shared[bytes + i] != (char)0xff) return 0;
+  const unsigned count = gx * gy * gz, side = together ? count : 1;
+  if (blocks.size() < side) blocks.resize(side);
+  for (unsigned n = 0; n < count; n += side) {
+    unsigned left = 0;
+    for (unsigned i = 0; i < side; ++i) {
+      blocks[i].at = {(n + i) % gx, (n + i) / gx % gy, (n + i) / gx / gy};
+      emulated::begin(blocks[i], threads);
+      left += threads;
+    }
+    while (left) {
+      left = 0;
+      for (unsigned i = 0; i < side; ++i) {
+        emulated::Block& block = blocks[emulated::down ? side - 1 - i : i];
+        if (block.left) emulated::turn(block);
+        left += block.left;
       }
+    }
+    for (unsigned b = 0; b < side; ++b)
+      for (unsigned i = 0; i < 16 << 10; ++i)  // as `begin` filled it
+        if (emulated::shared_of(blocks[b])[bytes + i] != (char)0xff) return 0;
+  }
   return 1;
 }
 
@@ -219,6 +235,11 @@ static inline long long clock_ns() {
   return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 template <class T> static inline T from_others(const T* p) { return *p; }
+static inline unsigned word_now(const unsigned* p) {
+  emulated::yield();
+  return *(const volatile unsigned*)p;
+}
+static inline void add_behind(unsigned* p, unsigned v) { *p += v; }
 static inline int count_in(int* counter) { return (*counter)++; }
 
 static inline float half_to_float(unsigned short h) {
