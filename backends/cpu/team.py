@@ -1,7 +1,7 @@
 """The team of threads that walks tables: the caller is thread 0, helpers are made once.
 
 Helpers run compiled code for their whole life, without Python's lock. Between
-steps they spin for a fraction of a millisecond, then sleep in the kernel until
+steps they spin for two milliseconds, then sleep in the kernel until
 the next run wakes them: an idle team uses no processor time.
 """
 

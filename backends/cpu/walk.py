@@ -54,7 +54,7 @@ ARGS = 8 * len(Header._fields)
 SPINS = 256  # pauses (some tens of microseconds) before a wait gives its core away
 YIELDS = 20_000  # then this many yields (some milliseconds) before it sleeps between looks
 NAP_US = 50
-IDLE_NS = 200_000  # how long a helper spins for the next step before it sleeps for good
+IDLE_NS = 2_000_000  # how long a helper spins for the next step before it sleeps for good
 ABORTED, BROKEN = 1, 2
 
 

@@ -29,6 +29,7 @@ from flashrt.backends.cuda.operands import Limits
 
 COMPILER = shutil.which("g++")
 HERE = Path(__file__).parent
+RUNNING = threading.Lock()  # kernels of all devices run one at a time
 
 
 def _entries(text: str) -> list[tuple[str, str]]:
@@ -140,11 +141,12 @@ class EmulatedDriver:
         x, y, z = launch.grid
         came = time.monotonic_ns()
         if launch.kernel == "carry":
-            _until(launch.fields)  # not in the kernel: those of all devices run one at a time
+            _until(launch.fields)  # not in the kernel, beside which no other one runs
         args = ctypes.create_string_buffer(launch.args, len(launch.args))
         together = launch.kernel.startswith("linear_") and launch.fields[0] > 1
         sizes = (x, y, z, launch.threads, launch.shared, int(together))
-        assert library().emulate(call, args, *sizes), f"{launch} took more"
+        with RUNNING:
+            assert library().emulate(call, args, *sizes), f"{launch} took more"
         if launch.kernel == "carry" and (carry := _carry(launch.fields)).tick_0:
             ctypes.c_int64.from_address(carry.stamps).value = came
 
