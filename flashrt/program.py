@@ -489,7 +489,8 @@ class Program:
             devices, PartSource(source, _blocks(plan)), {"P": pages} if pages else {}, streams
         )
         self._executors: dict[str, Executor] = {}
-        self._last: Executor | None = None
+        self._last: Executor | None = None  # what has the memory; its step may have been refused
+        self._began: Executor | None = None  # whose step was the last to begin
         self._latest: weakref.ref[Pending] | None = None
         self.trace: Trace | None = None
         self.ran = Ran()
@@ -572,7 +573,7 @@ class Program:
         env = self._bind(arrays, symbols or {})
         variant = self._variant(env.get("T", 0))
         executor = self._executor(variant)
-        if fed and not (executor is self._last and executor.feeds(fed, arrays)):
+        if fed and not (executor is self._last is self._began and executor.feeds(fed, arrays)):
             arrays, fed = as_arrays(self.plan.inputs, {**arrays, **self._handed(fed)}), NOT_FED
             env = self._bind(arrays, symbols or {})
         if self.mover is not None:
@@ -581,6 +582,7 @@ class Program:
             self._last.leave()
         self._last = executor
         step = executor.begin(arrays, env, wanted=outputs, trace=self.trace is not None, fed=fed)
+        self._began = executor
         pending = Pending(step, lambda: self._ran(variant.name, step, env))
         self._latest = weakref.ref(pending)  # its outputs may be large: they are the caller's to keep
         return pending
@@ -633,7 +635,7 @@ class Program:
         self._closed = True
         for executor in self._executors.values():
             executor.close()
-        self._executors, self._last = {}, None
+        self._executors, self._last, self._began = {}, None, None
         self.residents.clear()
         self._held.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,11 +49,17 @@ def driver(request: pytest.FixtureRequest) -> Iterator[Any]:
     yield LateDriver()
 
 
-def opened(driver: Any, *, poison: bool = False, **more: Any) -> Program:
+ALL = (("all", 1, 64),)
+
+
+def opened(driver: Any, *, poison: bool = False, variants: Any = ALL, **more: Any) -> Program:
     options = pipeline.Options(numerics=LINEAR_I8, attention=ATTENTION_EXACT, **more)
     planned = pipeline.compile_graph(GRAPH, Machine((GPU,)), options)
-    variant = Variant.of("all", 1, 64, planned.physical, planned.stream)
-    plan = Plan("tiny", "", "", {}, GRAPH, (variant,), Machine((GPU,)), tiny_import(1).weights)
+    made = tuple(
+        Variant.of(name, lo, hi, planned.physical, replace(planned.stream, name=name))
+        for name, lo, hi in variants
+    )
+    plan = Plan("tiny", "", "", {}, GRAPH, made, Machine((GPU,)), tiny_import(1).weights)
     host = ReferenceBackend().open(GPU)
     device = {GPU.id: CudaDevice(GPU, driver)}
     return Program(plan, device, host, pages=PAGES, source=tiny_source(GRAPH), poison=poison)
@@ -272,6 +279,22 @@ def test_what_is_given_has_to_fit(driver: Any) -> None:
         two |= {"pages": inputs["pages"], "seq": np.zeros(2, np.int32)}
         with pytest.raises(RequestError, match="isn't there"):
             program.begin(two, symbols, outputs, FED)
+
+
+def test_a_refused_step_of_another_variant_feeds_nobody(driver: Any) -> None:
+    """Tokens of an older step of that variant aren't taken for those of the last step."""
+    with opened(driver, variants=(("one", 1, 1), ("more", 2, 64))) as program:
+        inputs, symbols, outputs = decoding(0, 5)
+        two = {name: np.repeat(a, 2, 0) for name, a in inputs.items()}
+        two |= {"pages": np.arange(4, dtype=np.int32).reshape(2, 2), "seq": np.arange(2, dtype=np.int32)}
+        program.call(two, symbols, outputs)
+        want = one_by_one(program, 2)
+        last = program.begin(*decoding(0, 5))
+        with pytest.raises(RequestError, match="position 5000 is outside"):
+            program.begin({**two, "positions": np.array([0, 5000], np.int32)}, symbols, outputs)
+        with pytest.raises(RequestError, match="expected i32"):
+            program.begin(two, symbols, outputs, FED)
+        assert [token_of(last), token_of(program.begin(*decoding(1, 0), FED))] == want
 
 
 def test_code_in_pieces_isnt_ahead(driver: Any) -> None:
