@@ -103,9 +103,9 @@ class GpuDriver:
             found.multi_processor_count,
             found.shared_memory_per_block_optin,
             found.shared_memory_per_multiprocessor,
-            together=not self._attribute(index, "MPS_ENABLED"),
+            together=self._attribute(index, "MPS_ENABLED") == 0,
         )
-        self.polls = not self._attribute(index, "KERNEL_EXEC_TIMEOUT")
+        self.polls = self._attribute(index, "KERNEL_EXEC_TIMEOUT") == 0
         self._overlaps = (found.major, found.minor) >= (9, 0)
         self._context = self._check(driver.cuCtxGetCurrent())
         own = "a" if (found.major, found.minor) == (9, 0) else ""  # with what only this architecture has
@@ -120,10 +120,13 @@ class GpuDriver:
         self._own = threading.local()  # copies: a stream and an event of each thread
         self._locked: list[U8] = []
 
-    def _attribute(self, index: int, name: str) -> int:
-        kind = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        found: int = self._check(self._cuda.cuDeviceGetAttribute(kind, self._cuda.CUdevice(index)))
-        return found
+    def _attribute(self, index: int, name: str) -> int | None:
+        """A device's; None where the driver or its bindings don't know it."""
+        kind = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
+        if kind is None:
+            return None
+        error, found = self._cuda.cuDeviceGetAttribute(kind, self._cuda.CUdevice(index))
+        return int(found) if error == self._cuda.CUresult.CUDA_SUCCESS else None
 
     def alloc(self, nbytes: int) -> Any:
         torch = self._torch

@@ -144,7 +144,9 @@ def _alike(some: Sequence[Product], other: Product) -> bool:
     """Whether another product may follow some in one launch. bf16 weights take so long that waiting for each
     other costs more than the ends of kernels do."""
     first, own = some[0].of, other.of
-    same = some[0].kernel == other.kernel and (first.rows, first.tokens) == (own.rows, own.tokens)
+    same = some[0].kernel == other.kernel and (first.rows, first.tokens, first.digits) == (
+        own.rows, own.tokens, own.digits
+    )  # fmt: skip
     fits = len(some) < args.JOINED and some[0].grid[1] == other.grid[1] == 1
     return same and fits and other.layout != "bf16"
 

@@ -266,9 +266,10 @@ def test_any_number_of_blocks_shares_the_work(
         assert bits(again, 1) == bits(first, 1), (down, late)
 
 
-def in_turns(device: CudaDevice, down: int, late: int) -> None:
-    """The order in which emulated threads run. late: a warp that is slower than all others."""
+def in_turns(device: CudaDevice, down: int, late: int, block: int = -1) -> None:
+    """The order in which emulated threads run. late: a warp that is slower than all others; block: only
+    there."""
     from tests.backends.cuda_emulated import EmulatedDriver, library
 
     if isinstance(device.driver, EmulatedDriver):
-        library().take_turns(down, late)
+        library().take_turns(down, late, block)

@@ -130,12 +130,13 @@ def same_bits(
         assert got.tobytes() == want.tobytes(), (processors, down, late)
 
 
-def in_turns(device: CudaDevice, down: int, late: int) -> None:
-    """The order in which emulated threads run. late: a warp that is slower than all others."""
+def in_turns(device: CudaDevice, down: int, late: int, block: int = -1) -> None:
+    """The order in which emulated threads run. late: a warp that is slower than all others; block: only
+    there."""
     from tests.backends.cuda_emulated import EmulatedDriver, library
 
     if isinstance(device.driver, EmulatedDriver):
-        library().take_turns(down, late)
+        library().take_turns(down, late, block)
 
 
 @pytest.mark.parametrize("t", [1, 3])
@@ -205,8 +206,7 @@ dispatch {AT} kernel=linear.{layout} args=[%5,@h] dst=%6 {exact}
 """
 
 
-@pytest.mark.parametrize("t", [1, 3])
-@pytest.mark.parametrize("layout", sorted(linear.PACKED))
+@pytest.mark.parametrize("layout,t", [("q4.16x32", 1), ("q4m.16x32", 3), ("q8.16x32", 1)])
 def test_products_in_one_kernel_have_the_bits_of_several(
     gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, layout: str, t: int
 ) -> None:
@@ -231,3 +231,40 @@ def test_products_in_one_kernel_have_the_bits_of_several(
         assert run(gpu, text, values, blocks, T=t).read(6).tobytes() == several
     assert set(found) == {4}
     same_bits(gpu, monkeypatch, text, values, 6, blocks, tight(layout, n, t, LINEAR_EXACT), t)
+    # a block that has no tile of some products, and whose first, copying or last warp comes late
+    monkeypatch.setattr(gpu.driver, "limits", replace(gpu.driver.limits, processors=4))
+    for late in (0, 16, 17):
+        in_turns(gpu, 0, late, 3)
+        got = run(gpu, text, values, blocks, T=t).read(6)
+        in_turns(gpu, 0, -1)
+        assert got.tobytes() == several, late
+
+
+def test_products_of_other_numerics_have_kernels_of_their_own(
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is the same kernel for one token."""
+    n, k, found = 64, 96, list[int]()
+    exact, i8 = (f'numerics="{numerics}"' for numerics in (LINEAR_EXACT, LINEAR_I8))
+    text = f"""weight w f32[{k},{k}] sources=[w] layout=q4.16x32
+weight v f32[{n},{k}] sources=[v] layout=q4.16x32
+slot %0 cpu:0 f32[T,{k}]
+slot %1 cpu:0 f32[T,{k}]
+slot %2 cpu:0 u8[T,{k + k // 8}]
+slot %3 cpu:0 f32[T,{n}]
+block w cpu:0 lo=0 hi={k} bytes=0
+block v cpu:0 lo=0 hi={n} bytes=0
+dispatch {AT} kernel=linear.q4.16x32 args=[%0,@w] dst=%1 {exact}
+quantize {AT} src=%1 dst=%2 scheme=i8/32
+dispatch {AT} kernel=linear.q4.16x32 args=[%2,@v] dst=%3 {i8}
+"""
+    make = linear._chain
+
+    def kept(some: Any, ops: Operands) -> Any:
+        found.append(len(some))
+        return make(some, ops)
+
+    monkeypatch.setattr(linear, "_chain", kept)
+    blocks = {"w": packed("q4.16x32", k, k), "v": packed("q4.16x32", n, k)}
+    agree(gpu, text, {0: r(1, k)}, 3, blocks, T=1, tolerance=4e-3)
+    assert found == [1, 1]

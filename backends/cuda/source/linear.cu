@@ -61,24 +61,23 @@ constexpr int PITCH = WARPS + 1;  // of partial sums: neighbouring cells lie in 
 template <int FORMAT>
 constexpr int GROUPS = FORMAT == 16 ? 1 : 2;
 
-// What all blocks of a kernel wait at for each other, so they have to run at the same time: the sign of a word turns when
-// the last of them has arrived.
+// What all blocks of a kernel wait at for each other, so they have to run at the same time: a word whose upper half counts
+// rounds, in each of which all arrive once, and whose lower half counts arrivals, and is 0 between rounds.
 struct Door {
   u32* word;  // 0: of a thread that doesn't wait
-  u32 sign;
+  u32 begun;  // the upper half, before any thread of this block arrives for the first time
 
-  // before the thread's block arrives for the first time
-  __device__ __forceinline__ explicit Door(u32* word) : word(word), sign(word ? word_now(word) : 0) {}
-  // Until all have arrived so often. The thread knows that they have once less.
+  __device__ __forceinline__ explicit Door(u32* word) : word(word), begun(word ? word_now(word) >> 16 : 0) {}
+  // Until so many rounds are through.
   __device__ __forceinline__ void wait(int rounds) const {
     if (!word) return;
-    while ((word_now(word) ^ sign) >> 31 != (rounds & 1)) {}
+    while ((short)((word_now(word) >> 16) - begun - rounds) < 0) {}
   }
 };
 
 // One of so many arrivals, which are one thread's `first` and the others'.
 __device__ __forceinline__ void arrive_at(u32* door, bool first, int arrivals) {
-  add_behind(door, first ? 0x80000000u - (arrivals - 1) : 1u);
+  add_behind(door, first ? 0x10001u - arrivals : 1u);
 }
 
 constexpr int SUMS = 2;  // sets of the warps' sums: one is added up while the next comes
@@ -352,7 +351,8 @@ struct Token {
 
 __device__ __forceinline__ Token token_of(const LinearArgs& a, i64 row) {
   const int item = a.x_kind == 0 ? 4 : a.x_kind == 1 ? 2 : 1;
-  return {(const char*)a.x + row * a.x_stride * item, (int)a.x_kind, (int)a.k, !((a.k & 7) | (a.x_stride * item & 15))};
+  const bool easy = !((a.k & 7) | (((i64)a.x | a.x_stride * item) & 15));
+  return {(const char*)a.x + row * a.x_stride * item, (int)a.x_kind, (int)a.k, easy};
 }
 
 // Four activations from `at` on, one by one; zeros beyond k.
@@ -386,7 +386,7 @@ __device__ __forceinline__ void load8(const Token& t, int at, float* v) {
 // What a piece is multiplied by when it is normalised.
 __device__ __forceinline__ void weights8(const LinearArgs& a, int at, float* w) {
   const int k = a.norm ? (int)a.k : 0;
-  load8({(const char*)a.norm, 0, k, !(k & 7)}, at, w);
+  load8({(const char*)a.norm, 0, k, !((k & 7) | ((i64)a.norm & 15))}, at, w);
 }
 
 __device__ __forceinline__ void scale8(const LinearArgs& a, float inverse, const float* w, float* v) {
@@ -733,10 +733,10 @@ __device__ __forceinline__ void multiply_tile(
 
 // What the multiplying warps do for all products. room: shared memory for x and sums.
 template <int FORMAT, int NT, bool ONE>
-__device__ __forceinline__ void multiply_all(const ChainArgs& all, i64 first, int tokens, const Ring& ring, char* room) {
+__device__ __forceinline__ void multiply_all(
+    const ChainArgs& all, i64 first, int tokens, const Ring& ring, char* room, const Door& door) {
   const int count = (int)all.count;
   Turn turn, given;
-  Door door(threadIdx.x == 0 && count > 1 ? all.door : (u32*)0);
   for (int part = 0; part < count; ++part) {
     const LinearArgs& a = all.parts[part];
     const int nblk = ((int)a.k + 31) / 32, span = (int)a.span, tiles = (int)a.tiles;
@@ -829,6 +829,8 @@ __device__ __forceinline__ void linear(const ChainArgs& all) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, count = (int)all.count;
   const i64 first = a.begin + blockIdx.y * a.tokens, left = from_host(a.rows) - first;
   if (left <= 0) { after_others(); return; }
+  // before any thread of the block goes on: a block without a tile may arrive at once
+  const Door door(count > 1 && (threadIdx.x == 0 || (warp > WARPS && lane == 0)) ? all.door : (u32*)0);
   const Ring ring = ring_at(shared, (int)a.slot_bytes, (int)a.depth, FINISHERS<NT>);
   const int tokens = (int)(left < a.tokens ? left : a.tokens);
   char* room = shared + ring_bytes(ring.slot_bytes, ring.depth);
@@ -838,7 +840,6 @@ __device__ __forceinline__ void linear(const ChainArgs& all) {
   } else if (warp > WARPS) {
     Turn given;
     if (a.residual || count > 1) after_others();  // else all it reads comes from the warps that multiply
-    const Door door(lane == 0 && count > 1 ? all.door : (u32*)0);
     for (int part = 0; part < count; ++part) {
       if (part) {
         door.wait(part);
@@ -850,8 +851,8 @@ __device__ __forceinline__ void linear(const ChainArgs& all) {
         arrive_at(all.door, blockIdx.x == 0 && warp == WARPS + 1, gridDim.x * FINISHERS<NT>);
     }
   } else if (FORMAT != 16 && a.digits == 1) {
-    multiply_all<FORMAT, NT, true>(all, first, tokens, ring, room);
+    multiply_all<FORMAT, NT, true>(all, first, tokens, ring, room, door);
   } else {
-    multiply_all<FORMAT, NT, false>(all, first, tokens, ring, room);
+    multiply_all<FORMAT, NT, false>(all, first, tokens, ring, room, door);
   }
 }

@@ -1,7 +1,7 @@
 // Everything that isn't a matrix product or attention.
 
 // Inputs of the step from the host's pinned memory: pairs of addresses and sizes in bytes.
-constexpr int ENTRIES = 64;
+constexpr int ENTRIES = 64;  // of the list that a block looks at together
 struct PullArgs {
   const i64* entries;  // [count][3]: from, to, bytes
   i64 count;
@@ -19,15 +19,19 @@ extern "C" __global__ void pull(PullArgs a) {
   after_others();
   const int thread = threadIdx.x, warps = blockDim.x / 32, count = (int)a.count;
   if (thread == 0 && blockIdx.x == 0) *a.stamp = clock_ns();
-  for (int i = thread; i < 3 * count; i += blockDim.x) list[i] = from_host(a.entries + i);
-  __syncthreads();
-  for (int part = blockIdx.x * warps + thread / 32, before = 0, e = 0; e < count;) {
-    const i64* entry = list + 3 * e;
-    const int words = (int)entry[2] / 4, parts = (words + 31) / 32;
-    if (part - before >= parts) { before += parts; ++e; continue; }
-    const int i = (part - before) * 32 + thread % 32;
-    if (i < words) ((u32*)entry[1])[i] = from_host((const u32*)entry[0] + i);
-    part += gridDim.x * warps;
+  for (int begin = 0; begin < count; begin += ENTRIES) {
+    const int some = count - begin < ENTRIES ? count - begin : ENTRIES;
+    if (begin) __syncthreads();
+    for (int i = thread; i < 3 * some; i += blockDim.x) list[i] = from_host(a.entries + 3 * begin + i);
+    __syncthreads();
+    for (int part = blockIdx.x * warps + thread / 32, before = 0, e = 0; e < some;) {
+      const i64* entry = list + 3 * e;
+      const int words = (int)entry[2] / 4, parts = (words + 31) / 32;
+      if (part - before >= parts) { before += parts; ++e; continue; }
+      const int i = (part - before) * 32 + thread % 32;
+      if (i < words) ((u32*)entry[1])[i] = from_host((const u32*)entry[0] + i);
+      part += gridDim.x * warps;
+    }
   }
   __threadfence();
   __syncthreads();

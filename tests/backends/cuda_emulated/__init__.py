@@ -143,8 +143,7 @@ class EmulatedDriver:
         if launch.kernel == "carry":
             _until(launch.fields)  # not in the kernel, beside which no other one runs
         args = ctypes.create_string_buffer(launch.args, len(launch.args))
-        together = launch.kernel.startswith("linear_") and launch.fields[0] > 1
-        sizes = (x, y, z, launch.threads, launch.shared, int(together))
+        sizes = (x, y, z, launch.threads, launch.shared, int(_together(launch)))
         with RUNNING:
             assert library().emulate(call, args, *sizes), f"{launch} took more"
         if launch.kernel == "carry" and (carry := _carry(launch.fields)).tick_0:
@@ -159,6 +158,12 @@ class EmulatedDriver:
 
     def close(self) -> None:
         self.locked.clear()
+
+
+def _together(launch: Launch) -> bool:
+    """Whether blocks wait for each other."""
+    several = re.match(r"linear_[a-z0-9]+_[124]$", launch.kernel) is not None
+    return several and launch.fields[0] > 1
 
 
 def _carry(fields: tuple[Any, ...]) -> Carry:

@@ -42,10 +42,12 @@ struct Warp {
 struct Block {
   Index at;
   std::vector<ucontext_t> fibers;
-  std::vector<char> stacks, done, shared;
+  std::vector<char> done, shared;
+  char* stacks = nullptr;  // not a vector: most of it is never touched
+  size_t stack_bytes = 0;
   std::vector<Warp> warps;
   Barrier all, named[16];
-  unsigned left;
+  unsigned left, round;
 };
 static ucontext_t scheduler;
 static Block* block;
@@ -53,9 +55,14 @@ static char* shared;
 static unsigned current;
 static void (*body)(void*);
 static void* arguments;
-static int down, late = -1;  // see `take_turns`
+static int down, late = -1, late_block = -1;  // see `take_turns`
+static unsigned waiting;     // threads that only waited in this turn
 
-static void yield() { swapcontext(&block->fibers[current], &scheduler); }
+// again: the thread has done nothing since it last came here
+static void yield(bool again) {
+  waiting += again;
+  swapcontext(&block->fibers[current], &scheduler);
+}
 static void open_if_full(Barrier& b) {
   if (b.alive && b.arrived == b.alive) { b.arrived = 0; ++b.round; }
 }
@@ -63,7 +70,7 @@ static void meet(Barrier& b) {
   const unsigned round = b.round;
   ++b.arrived;
   open_if_full(b);
-  while (b.round == round) yield();
+  for (bool again = false; b.round == round; again = true) yield(again);
 }
 static Warp& warp() { return block->warps[threadIdx.x / 32]; }
 static void enter() {
@@ -73,16 +80,21 @@ static void enter() {
   --block->all.alive; open_if_full(block->all);
   Barrier& w = block->warps[current / 32].barrier;
   --w.alive; open_if_full(w);
-  yield();
+  yield(false);
 }
 static void begin(Block& b, unsigned threads) {
   b.fibers.resize(threads);
-  b.stacks.resize((size_t)threads * STACK);
+  if (b.stack_bytes < (size_t)threads * STACK) {
+    free(b.stacks);
+    b.stack_bytes = (size_t)threads * STACK;
+    b.stacks = (char*)malloc(b.stack_bytes);
+  }
   b.shared.assign(272 << 10, (char)0xff);
   b.done.assign(threads, 0);
   b.warps.assign((threads + 31) / 32, Warp());
   b.all = Barrier();
   b.all.alive = b.left = threads;
+  b.round = 0;
   for (Barrier& n : b.named) n = Barrier();
   for (unsigned t = 0; t < threads; ++t) {
     ++b.warps[t / 32].barrier.alive;
@@ -94,20 +106,25 @@ static void begin(Block& b, unsigned threads) {
   }
 }
 static char* shared_of(Block& b) { return b.shared.data() + (-(uintptr_t)b.shared.data() & 127); }
-// Every thread of a block runs until it waits for another; those of a late warp rarely.
-static void turn(Block& b) {
-  static unsigned round;
-  ++round;
+// Every thread of a block runs until it waits for another; those of a late warp rarely. Whether any did more than wait.
+static bool turn(Block& b) {
+  const bool has_late = late >= 0 && (late_block < 0 || late_block == (int)b.at.x);
+  unsigned ran = 0;
+  ++b.round;
+  waiting = 0;
   block = &b;
   blockIdx = b.at;
   shared = shared_of(b);
   for (unsigned i = 0; i < b.done.size(); ++i) {
     const unsigned t = down ? b.done.size() - 1 - i : i;
-    if (b.done[t] || ((int)t / 32 == late && round % 64)) continue;
+    if (b.done[t]) continue;
+    if (has_late && (int)t / 32 == late && b.round % 64) continue;
     current = t;
     threadIdx = {t, 0, 0};
     swapcontext(&scheduler, &b.fibers[t]);
+    ++ran;
   }
+  return waiting < ran;
 }
 static inline float bf16(unsigned half) {
   const unsigned bits = half << 16;
@@ -117,10 +134,12 @@ static inline float bf16(unsigned half) {
 }
 }  // namespace emulated
 
-// Threads take turns from the first or (`down`) the last one on; warp `late` (-1: none) is slower than all others.
-extern "C" void take_turns(int down, int late) {
+// Threads take turns from the first or (`down`) the last one on; warp `late` (-1: none) is slower than all others, in every
+// block or (from 0 on) in one.
+extern "C" void take_turns(int down, int late, int block) {
   emulated::down = down;
   emulated::late = late;
+  emulated::late_block = block;
 }
 
 // Whether all blocks kept to so many bytes of shared memory. together: blocks wait for each other.
@@ -145,7 +164,10 @@ extern "C" int emulate(
       left = 0;
       for (unsigned i = 0; i < side; ++i) {
         emulated::Block& block = blocks[emulated::down ? side - 1 - i : i];
-        if (block.left) emulated::turn(block);
+        // a block that waits for others leaves its turn to them
+        const int patience = emulated::late < 0 ? 8 : 128;
+        for (int waits = 0; block.left && (waits < patience || !together);)
+          waits = emulated::turn(block) ? 0 : waits + 1;
         left += block.left;
       }
     }
@@ -208,7 +230,8 @@ static inline void barrier_arrive(unsigned long long* b) {
 constexpr int FILLERS = 32;
 static inline void barrier_copied(unsigned long long* b) { barrier_arrive(b); }
 static inline void barrier_wait(const unsigned long long* b, unsigned parity) {
-  while ((unsigned)(*(const volatile unsigned long long*)b >> 32) == parity) emulated::yield();
+  for (bool again = false; (unsigned)(*(const volatile unsigned long long*)b >> 32) == parity; again = true)
+    emulated::yield(again);
 }
 template <int N> static inline void copies_but() {}
 static inline void written_for_tensor_cores() {}
@@ -236,7 +259,7 @@ static inline long long clock_ns() {
 }
 template <class T> static inline T from_others(const T* p) { return *p; }
 static inline unsigned word_now(const unsigned* p) {
-  emulated::yield();
+  emulated::yield(true);
   return *(const volatile unsigned*)p;
 }
 static inline void add_behind(unsigned* p, unsigned v) { *p += v; }
