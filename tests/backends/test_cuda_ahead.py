@@ -73,12 +73,15 @@ class Watched:
         self.program, self.fed = program, 0
 
     def begin(self, inputs: Any, symbols: Any, outputs: Any, fed: Mapping[str, str]) -> Pending:
+        before = self.program.last
+        if before is not None:  # where this step's results will lie; the device may write them at once
+            (code,) = before._codes
+            for row in code.results(before.epoch - 1).values():
+                row[:] = 0xFF
         pending = self.program.begin(inputs, symbols, outputs, fed)
         executor = self.program.last
         assert executor is not None
         (code,) = executor._codes
-        for row in code.results(executor.epoch - 2).values() if len(executor._flights) == 1 else ():
-            row[:] = 0xFF
         if fed:
             self.fed += 1
             ids = next(s.id for s in executor.stream.slots if s.input == "ids")
