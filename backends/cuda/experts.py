@@ -103,9 +103,9 @@ def expert_linear(instr: micro.Dispatch, ops: Operands) -> list[Step]:
 
 
 def _many(m: Mixture, ops: Operands) -> list[Step]:
-    """Tiles of bf16 activations; nothing where they are few, don't fit, or rows aren't whole blocks of 32."""
+    """Tiles of bf16 activations; nothing where they are few, or don't fit the device."""
     one, x, y = m.one, ops.tensor(m.instr.args[0]), ops.floats(m.instr.dst)
-    if m.instr.numerics != LINEAR_BF16 or m.pairs <= MANY * m.experts or one.k % 32:
+    if m.instr.numerics != LINEAR_BF16 or m.pairs <= MANY * m.experts:
         return []
     together = 32 if m.pairs <= 32 * m.experts else 64
     shared = STAGES * stage_bytes(one.layout.name, together)
