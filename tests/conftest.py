@@ -62,20 +62,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 )
 def driver(request: pytest.FixtureRequest) -> Driver:
     """A GPU's driver: the real one, or kernels emulated on the host."""
-    from flashrt.backends.cuda import missing  # only here: other tests need no torch
-    from flashrt.backends.cuda.driver import GpuDriver
+    from tests.gpus import drivers  # only here: other tests need no torch
 
-    if request.param == "gpu":
-        if reason := missing():
-            pytest.skip(reason)
-        return GpuDriver(0)
-    if not missing():
-        pytest.skip("there is a GPU")
-    from tests.backends.cuda_emulated import COMPILER, EmulatedDriver
-
-    if COMPILER is None:
-        pytest.skip("no g++ to compile the emulated kernels")
-    return EmulatedDriver()
+    return drivers(request.param)[0]
 
 
 @pytest.fixture

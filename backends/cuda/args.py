@@ -61,9 +61,9 @@ class Linear(NamedTuple):
     rows: int
     tokens: int
     digits: int
-    span: int
-    slot_bytes: int
-    depth: int
+    span: int = 0
+    slot_bytes: int = 0
+    depth: int = 0
     columns: int = 0
     piece: int = 0
     begin: int = 0
@@ -73,7 +73,8 @@ class Linear(NamedTuple):
 class Product:
     """A launch of a product for few tokens, which may become one with those in front and behind.
 
-    layout: of the weights; room: bytes of shared memory that a block has beside the ring.
+    of: without the ring, which they share; layout: of the weights; room: bytes of shared memory that a block
+    has beside the ring.
     """
 
     kernel: str

@@ -329,11 +329,9 @@ class Code:
     def _made(self, piece: Piece, env: Env, greedy: bool) -> Bucket:
         """A new bucket; where memory is lacking, without any of the old ones."""
         made = self._with_room(piece, env, greedy)
-        for step in made.steps:
+        for step in made.steps:  # loading a kernel may wait for those under way, and they for ticks
             if isinstance(step, Launch):
-                self._driver.prepare(
-                    step
-                )  # loading a kernel may wait for those under way, and they for ticks
+                self._driver.prepare(step)
         return made
 
     def _with_room(self, piece: Piece, env: Env, greedy: bool) -> Bucket:

@@ -101,7 +101,6 @@ def _few(
         _number(norm, "eps"), _number(norm, "offset"),
         y.address, y.stride, int(joint.rounded is not None), bias, residual, residual_stride,
         acts[str(gated.attr("act"))] if gated else 0, ops.rows(rows), block.tokens, block.digits,
-        block.span, block.slot, block.depth,
     )  # fmt: skip
     name, pieces = NAMES[w.layout.name], -(-most // block.tokens)
     if most <= TAKEN:

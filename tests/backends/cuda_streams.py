@@ -106,3 +106,12 @@ def agree(
         scale = max(float(np.abs(want).max(initial=0)), 1e-30)
         np.testing.assert_allclose(got / scale, want / scale, rtol=0, atol=tolerance)
     return got
+
+
+def in_turns(device: CudaDevice, down: int, late: int, block: int = -1) -> None:
+    """The order in which emulated threads run. late: a warp that is slower than all others; block: only
+    there."""
+    from tests.backends.cuda_emulated import EmulatedDriver, library
+
+    if isinstance(device.driver, EmulatedDriver):
+        library().take_turns(down, late, block)

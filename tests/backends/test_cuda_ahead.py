@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flashrt.backend import Ahead
-from flashrt.backends.cuda import CudaDevice, missing
+from flashrt.backends.cuda import CudaDevice
 from flashrt.backends.cuda.code import Code
 from flashrt.backends.reference import ReferenceBackend
 from flashrt.errors import DeviceError, RequestError
@@ -23,6 +23,7 @@ from flashrt.program import Pending, Plan, Program, Variant
 from flashrt.runtime.trace import Trace
 from tests.backends.test_cuda_plans import GPU
 from tests.generating import PAGES
+from tests.gpus import drivers
 from tests.tiny import CONTEXT, VOCAB, tiny_graph, tiny_import, tiny_source
 
 GRAPH = tiny_graph(1)
@@ -32,21 +33,8 @@ FED = {"ids": "tokens"}
 @pytest.fixture(
     params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("late", marks=pytest.mark.slow)]
 )
-def driver(request: pytest.FixtureRequest) -> Iterator[Any]:
-    if request.param == "gpu":
-        from flashrt.backends.cuda.driver import GpuDriver
-
-        if reason := missing():
-            pytest.skip(reason)
-        yield GpuDriver(0)
-        return
-    if not missing():
-        pytest.skip("there is a GPU")
-    from tests.backends.cuda_emulated import COMPILER, LateDriver
-
-    if COMPILER is None:
-        pytest.skip("no g++ to compile the emulated kernels")
-    yield LateDriver()
+def driver(request: pytest.FixtureRequest) -> Any:
+    return drivers(request.param)[0]
 
 
 ALL = (("all", 1, 64),)
@@ -79,11 +67,11 @@ class Watched:
             for row in code.results(before.epoch - 1).values():
                 row[:] = 0xFF
         pending = self.program.begin(inputs, symbols, outputs, fed)
-        executor = self.program.last
-        assert executor is not None
-        (code,) = executor._codes
         if fed:
             self.fed += 1
+            executor = self.program.last
+            assert executor is not None
+            (code,) = executor._codes
             ids = next(s.id for s in executor.stream.slots if s.input == "ids")
             code._twins[ids].here[:] = 0xFF
         return pending

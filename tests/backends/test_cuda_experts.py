@@ -13,11 +13,10 @@ from flashrt.backends.cuda.linear import NAMES
 from flashrt.errors import PlanError
 from flashrt.layouts import LAYOUTS, pack_plain
 from tests.backends.cpu_streams import packed
-from tests.backends.cuda_streams import F32, agree, run
+from tests.backends.cuda_streams import F32, agree, in_turns, run
 from tests.backends.kernel_texts import AT
 from tests.backends.test_cpu_experts import ROUTE, product, routes
 from tests.backends.test_cuda_kernels import LINEAR, f32, linear
-from tests.backends.test_cuda_ring import in_turns
 
 RNG = np.random.default_rng(11)
 EXACT = 'numerics="acc=f32"'

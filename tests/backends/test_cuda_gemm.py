@@ -17,7 +17,7 @@ from flashrt.backends.cuda.operands import Limits, Matrix, Operands
 from flashrt.ir.ops import LINEAR_BF16
 from flashrt.layouts import LAYOUTS, U8, pack_plain, unpack
 from tests.backends.cpu_streams import packed
-from tests.backends.cuda_streams import F32, DeviceMemory, agree, guard_intact, run
+from tests.backends.cuda_streams import F32, DeviceMemory, agree, guard_intact, in_turns, run
 from tests.backends.kernel_texts import AT
 
 RNG = np.random.default_rng(11)
@@ -264,12 +264,3 @@ def test_any_number_of_blocks_shares_the_work(
         again = run(gpu, text, {0: x}, {"w": w}, T=t)
         in_turns(gpu, 0, -1)
         assert bits(again, 1) == bits(first, 1), (down, late)
-
-
-def in_turns(device: CudaDevice, down: int, late: int, block: int = -1) -> None:
-    """The order in which emulated threads run. late: a warp that is slower than all others; block: only
-    there."""
-    from tests.backends.cuda_emulated import EmulatedDriver, library
-
-    if isinstance(device.driver, EmulatedDriver):
-        library().take_turns(down, late, block)

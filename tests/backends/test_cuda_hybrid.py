@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -57,10 +58,15 @@ def machine(*devices: Device) -> Machine:
 BOTH = machine(spec("gpu"), spec("cpu"))
 
 
-def opened(plan: Plan, driver: Driver, source: Any = None, *, poison: bool = True) -> Program:
-    devices: dict[str, Any] = {}
-    for d in plan.machine.devices:
-        devices[d.id] = CudaDevice(d, driver) if d.kind == "gpu" else CpuBackend().open(d)
+def opened(
+    plan: Plan, driver: Driver | Mapping[str, Driver], source: Any = None, *, poison: bool = True
+) -> Program:
+    """driver: the GPU's, or by their ids those of several."""
+    drivers = driver if isinstance(driver, Mapping) else {"gpu:0": driver}
+    devices: dict[str, Any] = {
+        d.id: CudaDevice(d, drivers[d.id]) if d.kind == "gpu" else CpuBackend().open(d)
+        for d in plan.machine.devices
+    }
     host = ReferenceBackend().open(replace(plan.machine.devices[-1], id="host", kind="reference"))
     weights = source or tiny_source(GRAPH)
     return Program(plan, devices, host, pages=PAGES, source=weights, poison=poison)
@@ -76,8 +82,8 @@ def variant(name: str, lo: int, hi: int, where: Machine = BOTH, **options: Any) 
     return Variant.of(name, lo, hi, made.physical, replace(made.stream, name=name))
 
 
-def a_plan(*variants: Variant) -> Plan:
-    return Plan("tiny", "", "", {}, GRAPH, variants, BOTH, tiny_import().weights)
+def a_plan(*variants: Variant, where: Machine = BOTH) -> Plan:
+    return Plan("tiny", "", "", {}, GRAPH, variants, where, tiny_import().weights)
 
 
 @pytest.fixture(scope="module")
@@ -147,19 +153,24 @@ def test_fixed_sides(
         agree(generated(program.call), right)
 
 
-def test_cuts_that_move(driver: Driver, right: Result) -> None:
-    plan = compile_model(tiny_import(), BOTH, OPTIONS)
-    splits = {v.name: v.physical.splits for v in plan.variants}
-    assert any(splits.values())
-    steps = iter(range(1 << 30))
+def with_moving_cuts(program: Program) -> Any:
+    """A program's `call`, with other positions of its splits in each step."""
+    steps, variants = iter(range(1 << 30)), program.plan.variants
 
     def call(inputs: Any, symbols: Any, outputs: Any = None) -> Any:
-        step, variant = next(steps), plan.variants[len(inputs["ids"]) > plan.variants[0].hi]
-        at = {s.name: s.positions[(step + k) % len(s.positions)] for k, s in enumerate(splits[variant.name])}
+        step, variant = next(steps), variants[len(inputs["ids"]) > variants[0].hi]
+        splits = enumerate(variant.physical.splits)
+        at = {s.name: s.positions[(step + k) % len(s.positions)] for k, s in splits}
         return program.call(inputs, {**symbols, **at})
 
+    return call
+
+
+def test_cuts_that_move(driver: Driver, right: Result) -> None:
+    plan = compile_model(tiny_import(), BOTH, OPTIONS)
+    assert any(v.physical.splits for v in plan.variants)
     with opened(plan, driver) as program:
-        agree(generated(call), right)
+        agree(generated(with_moving_cuts(program)), right)
 
 
 def without(device: Device, *kernels: str) -> Device:

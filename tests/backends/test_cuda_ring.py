@@ -16,7 +16,7 @@ from flashrt.errors import PlanError
 from flashrt.ir.ops import LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
 from flashrt.layouts import LAYOUTS, U8, pack_plain
 from tests.backends.cpu_streams import packed
-from tests.backends.cuda_streams import F32, agree, run
+from tests.backends.cuda_streams import F32, agree, in_turns, run
 from tests.backends.kernel_texts import AT, linear_text
 
 RNG = np.random.default_rng(7)
@@ -130,15 +130,6 @@ def same_bits(
         assert got.tobytes() == want.tobytes(), (processors, down, late)
 
 
-def in_turns(device: CudaDevice, down: int, late: int, block: int = -1) -> None:
-    """The order in which emulated threads run. late: a warp that is slower than all others; block: only
-    there."""
-    from tests.backends.cuda_emulated import EmulatedDriver, library
-
-    if isinstance(device.driver, EmulatedDriver):
-        library().take_turns(down, late, block)
-
-
 @pytest.mark.parametrize("t", [1, 3])
 @pytest.mark.parametrize("layout", linear.NAMES)
 def test_bias_and_residual(gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, layout: str, t: int) -> None:
@@ -176,6 +167,19 @@ def test_norm_and_gate(
 
 
 # ---- several products in one kernel ------------------------------------------------------
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many products each kernel has."""
+    found, make = list[int](), linear._chain
+
+    def kept(some: Any, ops: Operands) -> Any:
+        found.append(len(some))
+        return make(some, ops)
+
+    monkeypatch.setattr(linear, "_chain", kept)
+    return found
+
+
 def layer(layout: str, n: int, k: int, numerics: str) -> str:
     """%0 → product + %0 = %1 → normalised, gate and up, gated = %4 → product + %1 = %5 → product = %6."""
     exact = f'numerics="{numerics}"'
@@ -208,7 +212,7 @@ dispatch {AT} kernel=linear.{layout} args=[%5,@h] dst=%6 {exact}
 
 @pytest.mark.parametrize("layout,t", [("q4.16x32", 1), ("q4m.16x32", 3), ("q8.16x32", 1)])
 def test_products_in_one_kernel_have_the_bits_of_several(
-    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, layout: str, t: int
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, joined: list[int], layout: str, t: int
 ) -> None:
     """Blocks with no tile of a product, with one, and with several; in several orders of blocks and warps."""
     n, k = 160, 96
@@ -219,17 +223,10 @@ def test_products_in_one_kernel_have_the_bits_of_several(
     with monkeypatch.context() as apart:
         apart.setattr(linear, "_alike", lambda some, other: False)
         several = agree(gpu, text, values, 6, blocks, T=t).tobytes()
-    found: list[int] = []
-    make = linear._chain
-
-    def kept(some: Any, ops: Operands) -> Any:
-        found.append(len(some))
-        return make(some, ops)
-
-    monkeypatch.setattr(linear, "_chain", kept)
+    joined.clear()
     for _ in range(2):  # words that blocks count in are as they were
         assert run(gpu, text, values, blocks, T=t).read(6).tobytes() == several
-    assert set(found) == {4}
+    assert set(joined) == {4}
     same_bits(gpu, monkeypatch, text, values, 6, blocks, tight(layout, n, t, LINEAR_EXACT), t)
     # a block that has no tile of some products, and whose first, copying or last warp comes late
     monkeypatch.setattr(gpu.driver, "limits", replace(gpu.driver.limits, processors=4))
@@ -240,11 +237,9 @@ def test_products_in_one_kernel_have_the_bits_of_several(
         assert got.tobytes() == several, late
 
 
-def test_products_of_other_numerics_have_kernels_of_their_own(
-    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_of_other_numerics_have_kernels_of_their_own(gpu: CudaDevice, joined: list[int]) -> None:
     """Though it is the same kernel for one token."""
-    n, k, found = 64, 96, list[int]()
+    n, k = 64, 96
     exact, i8 = (f'numerics="{numerics}"' for numerics in (LINEAR_EXACT, LINEAR_I8))
     text = f"""weight w f32[{k},{k}] sources=[w] layout=q4.16x32
 weight v f32[{n},{k}] sources=[v] layout=q4.16x32
@@ -258,13 +253,6 @@ dispatch {AT} kernel=linear.q4.16x32 args=[%0,@w] dst=%1 {exact}
 quantize {AT} src=%1 dst=%2 scheme=i8/32
 dispatch {AT} kernel=linear.q4.16x32 args=[%2,@v] dst=%3 {i8}
 """
-    make = linear._chain
-
-    def kept(some: Any, ops: Operands) -> Any:
-        found.append(len(some))
-        return make(some, ops)
-
-    monkeypatch.setattr(linear, "_chain", kept)
     blocks = {"w": packed("q4.16x32", k, k), "v": packed("q4.16x32", n, k)}
     agree(gpu, text, {0: r(1, k)}, 3, blocks, T=1, tolerance=4e-3)
-    assert found == [1, 1]
+    assert joined == [1, 1]

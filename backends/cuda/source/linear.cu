@@ -482,7 +482,7 @@ __device__ __forceinline__ float whole_numbers(float* v, int digits, int* z) {
 }
 
 // Four words, of which word `by` becomes the first, and so on.
-__device__ __forceinline__ void turn(u32* v, int by) {
+__device__ __forceinline__ void rotate(u32* v, int by) {
   const u32 a = v[0], b = v[1], c = v[2], d = v[3];
   const bool odd = by & 1, two = by & 2;
   const u32 p = odd ? b : a, q = odd ? c : b, r = odd ? d : c, s = odd ? a : d;
@@ -505,7 +505,7 @@ __device__ __forceinline__ void place_bytes(
   char* to = x.values + (b * x.count + t * x.digits) * 32;
   // four digits: neighbours begin with different ones, which lie in different banks
   const int begin = !ONE && x.digits == 4 ? b & 3 : 0;
-  if (!ONE) { turn(low, begin); turn(high, begin); }
+  if (!ONE) { rotate(low, begin); rotate(high, begin); }
 #pragma unroll
   for (int i = 0; i < (ONE ? 1 : 4); ++i)
     if (i < x.digits) {
@@ -537,28 +537,25 @@ __device__ __forceinline__ float bytes8(const LinearArgs& a, i64 row, int at, in
   return scale;
 }
 
-constexpr int SOON = 1;  // pieces of a thread that are on their way while it places one
-
-// x of a token as columns. w: what the thread's first piece is multiplied by. ONE: as bytes, which it may be already.
+// x of a token as columns. w: what the thread's first piece is multiplied by. ONE: as bytes, which it may be already. A
+// piece is on its way while the one before is placed.
 template <int FORMAT, bool ONE>
 __device__ __forceinline__ void stage(
     const LinearArgs& a, i64 row, int t, int tokens, const float* w, const Columns& x, float* room) {
   const int pieces = ((int)a.k + 31) / 32 * 4, end = (pieces + 31) / 32 * 32, mine = threadIdx.x;
-  float v[SOON + 1][8], by[8], inverse = 1.f;
+  float v[8], next[8], by[8], inverse = 1.f;
   const bool floats = !ONE || a.x_kind != 2;
   const Token token = token_of(a, row);
-#pragma unroll
-  for (int e = 0; e < SOON; ++e)
-    if (floats) load8(token, mine + 512 * e, v[e]);
+  if (floats) load8(token, mine, v);
   if (a.norm_on) {
     float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum = __fmaf_rn(v[0][i], v[0][i], sum);
+    for (int i = 0; i < 8; ++i) sum = __fmaf_rn(v[i], v[i], sum);
 #pragma unroll 1
     for (int at = mine + 512; at < pieces; at += 512) {
-      load8(token, at, v[SOON]);
+      load8(token, at, next);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum = __fmaf_rn(v[SOON][i], v[SOON][i], sum);
+      for (int i = 0; i < 8; ++i) sum = __fmaf_rn(next[i], next[i], sum);
     }
     inverse = inverse_rms(sum, (int)a.k, (float)a.eps, room);
   }
@@ -570,18 +567,18 @@ __device__ __forceinline__ void stage(
     int z[8];
     float scale = 0.f, sum = 0.f;
     if (floats) {
-      load8(token, at + 512 * SOON, v[SOON]);
-      if (a.norm_on) scale8(a, inverse, by, v[0]);
+      load8(token, at + 512, next);
+      if (a.norm_on) scale8(a, inverse, by, v);
       if constexpr (FORMAT == 16) {
-        if (in) place_bf16(v[0], at, t, x);
+        if (in) place_bf16(v, at, t, x);
       } else {
-        scale = whole_numbers<ONE>(v[0], x.digits, z);
+        scale = whole_numbers<ONE>(v, x.digits, z);
         if (FORMAT == 5 && !ONE)
 #pragma unroll
-          for (int i = 0; i < 8; ++i) sum += v[0][i];
+          for (int i = 0; i < 8; ++i) sum += v[i];
       }
 #pragma unroll
-      for (int i = 0; i < 8 * SOON; ++i) v[i / 8][i % 8] = v[i / 8 + 1][i % 8];
+      for (int i = 0; i < 8; ++i) v[i] = next[i];
       if (a.norm_on && at + 512 < end) weights8(a, at + 512, by);
     } else {
 #pragma unroll

@@ -13,7 +13,7 @@ struct PullArgs {
 
 // It lets no kernel start before it is through: those behind it may read the inputs at once. When the host sees
 // `pulled`, it may write the next step's. Each read of the host's memory takes some hundred nanoseconds of the link,
-// whatever it brings: a warp's is 128 bytes, and blocks have the list from one of their warps.
+// whatever it brings: a warp's is 128 bytes, and a block reads the list once.
 extern "C" __global__ void pull(PullArgs a) {
   __shared__ i64 list[3 * ENTRIES];
   after_others();
