@@ -61,6 +61,7 @@ class Publisher:
         self._still = _still(program, number)
         self._lanes: dict[str, Mapping[tuple[str, str], tuple[Sums, ...]]] = {}
         self._told: object = None
+        self._telling = threading.Lock()  # one writes the file at a time: it is put together beside it
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         outlet = self._outlet = Outlet(number)
@@ -86,15 +87,16 @@ class Publisher:
         self._gone()
 
     def tell(self) -> None:
-        """Writes the status now, unless nothing has happened since it was written last."""
-        try:
-            queue, loop = self._queue(), self._replanning()
-            news = (self.program.ran.steps, queue, loop, dict(self.program.residents.held))
-            if news != self._told:
-                self._outlet.write(self.status(queue, loop))
-                self._told, self.reason = news, ""
-        except Exception as error:  # an onlooker's trouble is no reason to disturb the program
-            self.reason = f"{type(error).__name__}: {error}"
+        """Writes the status now, unless nothing has happened since it was written last. From any thread."""
+        with self._telling:
+            try:
+                queue, loop = self._queue(), self._replanning()
+                news = (self.program.ran.steps, queue, loop, dict(self.program.residents.held))
+                if news != self._told:
+                    self._outlet.write(self.status(queue, loop))
+                    self._told, self.reason = news, ""
+            except Exception as error:  # an onlooker's trouble is no reason to disturb the program
+                self.reason = f"{type(error).__name__}: {error}"
 
     def status(self, queue: Queue | None = None, replanning: Replanning | None = None) -> Status:
         """The program as it is now."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -168,6 +170,31 @@ def test_trouble_stays_with_the_publisher(program: Program, folder: Path) -> Non
     ill.tell()
     assert ill.reason == "ZeroDivisionError: loop"
     run(generator(program), prompt=1, tokens=1)
+
+
+def test_threads_that_tell_at_once_wait_for_each_other(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is put together beside the one it replaces: two writers would take it from each other."""
+    write, inside, most = channel.Outlet.write, list[int](), list[int]()
+
+    def slow(outlet: channel.Outlet, status: Status) -> None:
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.02)
+        write(outlet, status)
+        inside.pop()
+
+    monkeypatch.setattr(channel.Outlet, "write", slow)
+    ages = itertools.count()  # always news
+    told = Publisher(program, replanning=lambda: Replanning(float(next(ages)), 0))
+    threads = [threading.Thread(target=told.tell) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 4 and told.reason == ""
+    told.close()
 
 
 # ---- who is there ------------------------------------------------------------------
