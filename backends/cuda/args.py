@@ -104,10 +104,10 @@ class Gemm(NamedTuple):
     k: int
     second: int
     x: int
-    x_stride: int
+    x_rows: int
     y: int
     y_stride: int
-    y_bf16: int
+    y_as: int
     bias: int
     residual: int
     residual_stride: int
@@ -204,7 +204,7 @@ class Attention(NamedTuple):
     page_stride: int
     y: int
     y_stride: int
-    y_bf16: int
+    y_as: int
     sinks: int
     scale: float
     softcap: float
@@ -415,7 +415,7 @@ class Norm(NamedTuple):
     b: int
     y: int
     y_stride: int
-    y_bf16: int
+    y_as: int
     groups: int
     width: int
     w_size: int
@@ -444,7 +444,7 @@ class Map(NamedTuple):
     b_step: int
     y: int
     y_stride: int
-    y_bf16: int
+    y_as: int
     width: int
     what: int
     act: int
@@ -470,8 +470,20 @@ class Round(NamedTuple):
     width: int
     y: int
     y_stride: int
+    y_as: int
+    y_width: int
     rows: int
     padded: int
+
+
+class Tiles(NamedTuple):
+    x: int
+    x_stride: int
+    width: int
+    y: int
+    y_rows: int
+    format: int
+    rows: int
 
 
 class Quantize(NamedTuple):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -40,6 +40,7 @@ from flashrt.backends.cuda.linear import few, joined, takes
 from flashrt.backends.cuda.operands import Operands, Scratch, Sizes, Twin, address_of
 from flashrt.backends.cuda.sample import greedy_only
 from flashrt.backends.cuda.ticks import Ticks, carries
+from flashrt.backends.cuda.tiles import in_tiles
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
 from flashrt.ir.order import root_of
@@ -434,7 +435,8 @@ class Code:
             lambda instr: alone(instr, ops),
         )  # fmt: skip
         joints = [fuser.join(rows_of(part.instrs)) for part in piece.parts]
-        there = replace(ops, moved=frozenset(fuser.moved))
+        there = replace(ops, moved=fuser.moved)
+        there = replace(there, tiled=in_tiles(chain.from_iterable(joints), fuser.readers, there))
         parts = zip(piece.parts, joints, strict=True)
         steps = joined((step for part, some in parts for step in _encoded(part, some, there)), there)
         table, pull = self._pull(piece, env)

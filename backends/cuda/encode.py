@@ -21,6 +21,7 @@ from flashrt.ir.types import Dim
 ACTS = {"silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "tanh": 5, "sigmoid": 6}
 MAPS = {"gated": 0, "activation": 1, "add": 2, "mul": 3, "scale": 4, "softcap": 5}
 FORMATS = {"f32": 0, "f16": 1, "bf16": 2, "q4.16x32": 4, "q4m.16x32": 5, "q8.16x32": 8}
+TURNING = 4  # warps, each with a head to rotate, of a block
 SPLIT = 64  # tokens up to which ranges of keys have blocks of their own
 FULL = 1  # blocks of a processor from which on ranges need none of their own
 WIDEST = 96 << 10  # bytes of pages beyond which a block has two warps instead of four
@@ -54,8 +55,8 @@ def _over(count: int) -> int:
 
 
 def _out(joint: Joint, ops: Operands) -> tuple[Tensor, int]:
-    """Where the result goes, and whether it is rounded to bf16."""
-    return ops.tensor(joint.dst), int(joint.rounded is not None)
+    """Where the result goes, and how it is written."""
+    return ops.result(joint.dst, rounded=joint.rounded is not None)
 
 
 def _embedding(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
@@ -68,12 +69,12 @@ def _embedding(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]
 
 
 def _norm(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
-    x, (y, bf16) = ops.floats(instr.args[0]), _out(joint, ops)
+    x, (y, how) = ops.floats(instr.args[0]), _out(joint, ops)
     width = _attr(instr, "width") or x.width
     w = instr.args[1] if len(instr.args) > 1 else None
     b = instr.args[2] if len(instr.args) > 2 else None
     fields = args.Norm(
-        x.address, x.stride, ops.vector(w), ops.vector(b), y.address, y.stride, bf16,
+        x.address, x.stride, ops.vector(w), ops.vector(b), y.address, y.stride, how,
         x.width // width, width, ops.elements(w) if w else 1,
         float(_attr(instr, "eps")), float(_attr(instr, "offset")), int(joint.main.op == "layer_norm"),
         ops.rows(x.rows),
@@ -139,8 +140,7 @@ def _written(write: micro.Dispatch, keys: micro.Arg, ops: Operands, fields: args
 
 def _roped(fields: args.Rope, rows: int) -> list[Step]:
     heads = fields.heads + fields.k_heads + fields.v_heads
-    threads = 64 if max(fields.d, fields.dv) <= 64 else 128
-    return [launch("rope", (rows, heads), threads, fields)]
+    return [launch("rope", (rows, -(-heads // TURNING)), 32 * TURNING, fields)]
 
 
 def _lookup(arg: micro.Arg, ops: Operands) -> Tensor:
@@ -199,7 +199,7 @@ def _attention(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]
     if prefill.possible(instr, ops):
         assert joint.dst is not None
         return [Live(prefill.LibraryAttention(instr, joint.dst, ops))]
-    q, (y, y_bf16) = ops.floats(joint.reads[0]), _out(joint, ops)
+    q, (y, how) = ops.floats(joint.reads[0]), _out(joint, ops)
     positions, seq, pages = (_lookup(a, ops) for a in instr.args[1:4])
     kv, kv_heads, dim, bf16 = ops.state(instr)
     heads, d, dv = (_attr(instr, key) for key in ("heads", "head_dim", "value_dim"))
@@ -216,7 +216,7 @@ def _attention(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]
     fields = args.Attention(
         q.address, q.stride, heads, kv_heads, d, dv, kv, dim, int(bf16),
         positions.address, seq.address, pages.address, _last(instr.args[3], ops),
-        y.address, y.stride, y_bf16, ops.vector(instr.args[4] if len(instr.args) > 4 else None),
+        y.address, y.stride, how, ops.vector(instr.args[4] if len(instr.args) > 4 else None),
         float(_attr(instr, "scale")), float(_attr(instr, "softcap")), _attr(instr, "window"),
         int(instr.attr("causal", True) is not False), int(instr.numerics == ATTENTION_BF16),
         _late(instr.args[1:4], ops), ops.rows(q.rows), parts, through,
@@ -238,17 +238,17 @@ def _scratch(what: str, nbytes: int, ops: Operands) -> int:
 
 
 def _map(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
-    a, (y, bf16), what = ops.floats(instr.args[0]), _out(joint, ops), joint.main.op
+    a, (y, how), what = ops.floats(instr.args[0]), _out(joint, ops), joint.main.op
     b, b_stride, b_step = 0, 0, 0
     if len(instr.args) > 1:
         b = ops.vector(instr.args[1])
         b_stride, b_step = _broadcast(instr.args[1], a, ops)
     by = _attr(instr, "cap" if what == "softcap" else "by")
     fields = args.Map(
-        a.address, a.stride, b, b_stride, b_step, y.address, y.stride, bf16, a.width, MAPS[what],
+        a.address, a.stride, b, b_stride, b_step, y.address, y.stride, how, a.width, MAPS[what],
         ACTS.get(_attr(instr, "act"), 0), float(by), ops.rows(a.rows),
     )  # fmt: skip
-    return [launch("elementwise", (_over(a.width), ops.number(a.rows)), 256, fields)]
+    return [launch("elementwise", (_over(-(-a.width // 4)), ops.number(a.rows)), 256, fields)]
 
 
 def _broadcast(arg: micro.Arg, a: Tensor, ops: Operands) -> tuple[int, int]:
@@ -306,8 +306,9 @@ def _round(instr: micro.Quantize, ops: Operands) -> list[Step]:
     if instr.scheme != "bf16":
         what = f"{ops.device}: no quantize {instr.scheme!r}"
         raise PlanError(what, lines=f"    {text.show_instr(instr)}", hint="known: bf16, i8/32")
-    fields = args.Round(x.address, x.stride, x.width, y.address, y.stride, ops.rows(x.rows), ops.rows(y.rows))
-    return [launch("round_bf16", (_over(y.stride), ops.number(y.rows)), 256, fields)]
+    (result, how), rows = ops.result(instr.dst, rounded=True), (ops.rows(x.rows), ops.rows(y.rows))
+    fields = args.Round(x.address, x.stride, x.width, y.address, result.stride, how, y.width, *rows)
+    return [launch("round_bf16", (_over(-(-y.width // 4)), ops.number(y.rows)), 256, fields)]
 
 
 def _route(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:

@@ -9,7 +9,7 @@
 
 Rows are joined where nobody else reads what lies between, and where what the joint kernel writes doesn't
 overlap what it still reads: `pack` knew them one after the other. Where it does, one of the two is moved,
-if only these rows know of it.
+if only these rows know of it; what is rounded, to where it would have lain before.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from flashrt.backend import Compute, Memory
+from flashrt.backend import Compute, Memory, Place
 from flashrt.errors import LawError
 from flashrt.ir import micro
 from flashrt.ir.order import root_of
 from flashrt.ir.text import show_instr
+
+ALIGNED = 256  # bytes: what libraries like best
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,8 @@ class Fuser:
     """Joins the rows of one stream.
 
     few: whether a linear runs the kernel for few tokens; takes: how it prepares its input; alone: whether an
-    attention is one token's. moved: slots that `join` wants elsewhere.
+    attention is one token's. moved: slots that `join` wants elsewhere: at a place, or in memory of
+    their own. readers: how many each slot has.
     """
 
     def __init__(
@@ -120,14 +123,14 @@ class Fuser:
         takes: Callable[[micro.Dispatch], Taking], alone: Callable[[micro.Dispatch], bool],
     ) -> None:  # fmt: skip
         self._memory, self._few, self._takes, self._alone = memory, few, takes, alone
-        self.moved: set[int] = set()
+        self.moved: dict[int, Place | None] = {}
         self._free: set[int] = set()
         self._slots = {s.id: s for s in memory.stream.slots}
-        self._readers: Counter[int] = Counter(
+        self.readers: Counter[int] = Counter(
             root_of(ref.slot, self._slots) for i in memory.stream.instrs for ref in _read(i)
         )
         for output in memory.stream.outputs:
-            self._readers[root_of(int(output.value.removeprefix("%")), self._slots)] += 1
+            self.readers[root_of(int(output.value.removeprefix("%")), self._slots)] += 1
 
     def join(self, rows: Sequence[Row]) -> list[Joint]:
         """The kernels, in order."""
@@ -194,7 +197,7 @@ class Fuser:
             assert isinstance(gated, micro.Dispatch)
             halves = (_range(main.dst, 0, width // 2), _range(main.dst, width // 2, width))
             # each half is read once: two readers of the whole
-            if gated.args == halves and width % 32 == 0 and self._readers[self._root(main.dst)] == 2:
+            if gated.args == halves and width % 32 == 0 and self.readers[self._root(main.dst)] == 2:
                 both, taken = self._rounding(replace(joint, gated=gated), rows, at + 1)
                 if all(self._apart(ref, both.dst) for ref in both.reads):
                     return both, taken
@@ -209,9 +212,9 @@ class Fuser:
         assert isinstance(rounded, micro.Quantize)
         if rounded.scheme != "bf16":
             return joint, at
-        if not all(self._apart(ref, rounded.dst) for ref in joint.reads):
-            return joint, at
-        return replace(joint, rounded=rounded), at + 1
+        if all(self._apart(ref, rounded.dst) for ref in joint.reads) or self._stays(rounded, last.dst, joint):
+            return replace(joint, rounded=rounded), at + 1
+        return joint, at
 
     def _rope(self, rows: Sequence[Row]) -> tuple[Joint, int] | None:
         if [row.op for row in rows[:3]] != ["rope", "rope", "kv_write"]:
@@ -246,14 +249,36 @@ class Fuser:
         written = Counter(self._root(ref) for i in self._memory.stream.instrs for ref in _written(i))
         readers = Counter(self._root(ref) for row in rows for ref in _read(row.instr))
         whole = {self._root(ref) for row in rows for ref in _written(row.instr) if ref.lo is None}
-        return {at for at in whole if written[at] == 1 and readers[at] == self._readers[at]}
+        return {at for at in whole if written[at] == 1 and readers[at] == self.readers[at]}
 
     def _move(self, ref: micro.SlotRef) -> bool:
         """Moves a slot, if it may be."""
         at = self._root(ref)
         if at in self._free:
-            self.moved.add(at)
+            self.moved[at] = None
         return at in self._free
+
+    def _stays(self, rounded: micro.Quantize, unrounded: micro.SlotRef, joint: Joint) -> bool:
+        """Puts what is rounded into the memory of what isn't, at its begin or end, if nothing that is written
+        there while it is needed stands in the way."""
+        at, slot = self._root(rounded.dst), self._slots[unrounded.slot]
+        if at not in self._free or rounded.dst.lo is not None or slot.alias is not None:
+            return False
+        whole, nbytes = self._memory.slot(slot.id), self._memory.slot(at).bytes
+        instrs = self._memory.stream.instrs
+        begin = next(n for n, instr in enumerate(instrs) if instr is rounded)
+        end = max(n for n, instr in enumerate(instrs) if any(self._root(ref) == at for ref in _read(instr)))
+        others = [ref for i in instrs[begin + 1 : end + 1] for ref in _written(i)]
+        others += [
+            ref for i in instrs if isinstance(i, micro.Transfer) for ref in _written(i)
+        ]  # lanes of their own
+        taken = [self._place(ref) for ref in (*others, *joint.reads)]
+        for offset in (whole.offset, whole.offset + (whole.bytes - nbytes) // ALIGNED * ALIGNED):
+            place = Place(whole.buffer, offset, nbytes)
+            if nbytes <= whole.bytes and not any(_overlap(place, other) for other in taken if other):
+                self.moved[at] = place
+                return True
+        return False
 
     # ---- what may be joined ----------------------------------------------------------
     def _only(self, rows: Sequence[Row], at: int, op: str, ref: micro.SlotRef) -> bool:
@@ -266,7 +291,7 @@ class Fuser:
         return instr.args[0] == ref
 
     def _once(self, ref: micro.SlotRef) -> bool:
-        return self._readers[self._root(ref)] == 1
+        return self.readers[self._root(ref)] == 1
 
     def _root(self, ref: micro.SlotRef) -> int:
         return root_of(ref.slot, self._slots)
@@ -277,10 +302,19 @@ class Fuser:
 
     def _apart(self, read: micro.SlotRef, written: micro.SlotRef | None) -> bool:
         """Whether two slots share no memory."""
-        if written is None or self.moved & {self._root(read), self._root(written)}:
+        if written is None:
             return True
-        a, b = self._memory.slot(read.slot), self._memory.slot(written.slot)
-        return a.buffer is not b.buffer or a.offset + a.bytes <= b.offset or b.offset + b.bytes <= a.offset
+        a, b = self._place(read), self._place(written)
+        return a is None or b is None or not _overlap(a, b)
+
+    def _place(self, ref: micro.SlotRef) -> Place | None:
+        """Where a slot lies; None: in memory of its own."""
+        at = self._root(ref)
+        return self.moved[at] if at in self.moved else self._memory.slot(ref.slot)
+
+
+def _overlap(a: Place, b: Place) -> bool:
+    return a.buffer is b.buffer and a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes
 
 
 def _range(ref: micro.SlotRef, lo: int, hi: int) -> micro.SlotRef:

@@ -18,7 +18,9 @@ LEAST, MOST = 9, 192  # tokens of a bucket whose products run here
 NAMES = {"q4.16x32": "q4", "q4m.16x32": "q4m", "q8.16x32": "q8"}
 MULTIPLY, FILL = 8, 4  # warps of source/gemm.cu that multiply and that fill the ring
 THREADS = 32 * (MULTIPLY + FILL)
+ORDERS = {"q4.16x32": 4, "q4m.16x32": 4, "q8.16x32": 8}  # of activations in tiles
 FRONT = 1024  # bytes of barriers
+PIECE = 64  # inputs that lie together in tiles
 SPAN = 4  # blocks of 32 inputs in a slot of the ring
 DEPTH = 8  # slots of a ring at most
 ENOUGH = 8  # slots of a block's share from which tiles are as large as can be
@@ -42,29 +44,42 @@ def able(instr: micro.Dispatch, ops: Operands) -> bool:
     if instr.numerics != LINEAR_BF16 or w.layout.name not in NAMES or not LEAST <= rows <= MOST:
         return False
     x = ops.tensor(instr.args[0])
-    whole = x.stride >= -(-w.k // 32) * 32 and x.stride % 8 == 0
+    whole = w.k % PIECE == 0 and x.width == w.k and x.stride % 8 == 0
     return x.dtype == "bf16" and whole and (x.address | w.address) % 16 == 0
 
 
-def gemm(joint: Joint, ops: Operands, acts: Mapping[str, int]) -> Step:
-    """The launch of a product with all that joined it."""
+def order(instr: micro.Dispatch, ops: Operands) -> int:
+    """The order in which a linear's weights want its input."""
+    return ORDERS[ops.matrix(instr.args[1]).layout.name]
+
+
+def gemm(joint: Joint, ops: Operands, acts: Mapping[str, int]) -> list[Step]:
+    """The launches of a product with all that joined it."""
     instr, gated = joint.main.instr, joint.gated
     assert isinstance(instr, micro.Dispatch)
-    w, x, y = ops.matrix(instr.args[1]), ops.tensor(instr.args[0]), ops.tensor(joint.dst)
+    w, x = ops.matrix(instr.args[1]), ops.tensor(instr.args[0])
+    y, how = ops.result(joint.dst, rounded=joint.rounded is not None)
     rows, blocks = ops.tensor(instr.dst).rows, ops.limits.processors
     n = w.n // 2 if gated else w.n
     tile = tile_of(w, n, ops.number(rows), ops)
     residual = ops.floats(instr.args[-1]) if "residual" in instr.kernel.split("+") else None
     counts = ops.scratch("tiles' parts", 4 * MULTIPLY * blocks)
-    sums = ops.scratch("room", max(ROOM, blocks * 2 * tile.warps * tile.eights * 2 * 32 * 16))
+    summed, most = blocks * 2 * tile.warps * tile.eights * 2 * 32 * 16, ops.number(x.rows)
+    sums = ops.scratch("room", max(ROOM, summed + 2 * most * w.k)).data_ptr()
+    tiles, steps = x.address, list[Step]()
+    if not ops.tiles(instr.args[0]):
+        tiles = sums + summed
+        ordered = args.Tiles(x.address, x.stride, w.k, tiles, most, order(instr, ops), ops.rows(rows))
+        steps.append(launch("into_tiles", (-(-w.k // 2048), ops.number(rows)), 256, ordered))
     fields = args.Gemm(
-        w.address, n, w.k, n // 16 if gated else 0, x.address, x.stride,
-        y.address, y.stride, int(joint.rounded is not None), ops.vector(joint.main.bias),
+        w.address, n, w.k, n // 16 if gated else 0, tiles, most,
+        y.address, y.stride, how, ops.vector(joint.main.bias),
         residual.address if residual else 0, residual.stride if residual else 0,
         acts[str(gated.attr("act"))] if gated else 0, ops.rows(rows),
-        tile.warps, tile.slot, tile.depth, counts.data_ptr(), sums.data_ptr(),
+        tile.warps, tile.slot, tile.depth, counts.data_ptr(), sums,
     )  # fmt: skip
-    return launch(f"gemm_{NAMES[w.layout.name]}_{tile.eights}", (blocks,), THREADS, fields, tile.shared)
+    name = f"gemm_{NAMES[w.layout.name]}_{tile.eights}"
+    return [*steps, launch(name, (blocks,), THREADS, fields, tile.shared)]
 
 
 def tile_of(w: Matrix, n: int, rows: int, ops: Operands) -> Tile:

@@ -66,7 +66,7 @@ def linear(joint: Joint, ops: Operands, acts: Mapping[str, int]) -> list[Step]:
     if out.width == 0:
         return []
     if gemm.able(instr, ops):
-        return [gemm.gemm(joint, ops, acts)]
+        return gemm.gemm(joint, ops, acts)
     if few(instr, ops):
         return _few(joint, instr, w, ops, acts)
     if instr.numerics == LINEAR_BF16 and on_tiles(w):
@@ -333,5 +333,5 @@ def _added(joint: Joint, instr: micro.Dispatch, y: Tensor, ops: Operands) -> lis
                 y.address, y.stride, address, row_stride, 1, y.address, y.stride, 0, y.width, 2, 0, 0.0,
                 ops.rows(y.rows),
             )  # fmt: skip
-            steps.append(launch("elementwise", (-(-y.width // 256), ops.number(y.rows)), 256, fields))
+            steps.append(launch("elementwise", (-(-y.width // 1024), ops.number(y.rows)), 256, fields))
     return steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -135,7 +135,8 @@ class Operands:
     """Finds operands. env: the bucket's symbols, which bound those of the step; greedy: how it samples.
 
     twins: by slot. scratch: (what, bytes) → zeroed device memory that rows with the same `what` share.
-    moved: slots that lie elsewhere than planned.
+    moved: slots that lie elsewhere than planned: at a place, or (None) in scratch memory.
+    tiled: slots that are written in tiles, for weights of a format.
     """
 
     memory: Memory
@@ -148,7 +149,8 @@ class Operands:
     scratch: Callable[[str, int], Any]
     slots: dict[int, micro.Slot]
     blocks: Mapping[str, micro.Block]
-    moved: frozenset[int] = frozenset()
+    moved: Mapping[int, Place | None] = field(default_factory=dict)
+    tiled: Mapping[int, int] = field(default_factory=dict)
 
     def number(self, dim: Dim) -> int:
         """A size at the bucket's symbols: the largest it can be in a step."""
@@ -162,6 +164,8 @@ class Operands:
         """Where a slot lies on the device."""
         root = root_of(slot, self.slots)
         if root in self.moved:
+            if (there := self.moved[root]) is not None:
+                return there
             memory = self.scratch(f"moved %{root}", self.number(self.slots[root].type.bytes))
             return Place(memory, 0, len(memory))
         return self.twins[root].there if root in self.twins else self.memory.slot(slot)
@@ -183,6 +187,19 @@ class Operands:
         hi = stride if arg.hi is None else self.number(arg.hi)
         address = address_of(self.place(arg.slot)) + lo * item
         return Tensor(address, product(outer), hi - lo, stride, item, type.dtype)
+
+    def tiles(self, arg: micro.Arg | None) -> int:
+        """The format of weights for which a slot is in tiles; 0 if it isn't."""
+        assert isinstance(arg, micro.SlotRef)
+        return self.tiled.get(root_of(arg.slot, self.slots), 0)
+
+    def result(self, arg: micro.Arg | None, *, rounded: bool) -> tuple[Tensor, int]:
+        """Where a result goes, and how it is written, as `put_some` in source/common.cuh takes both: the stride
+        of tiles is the number of tokens."""
+        tensor = self.tensor(arg)
+        if format := self.tiles(arg):
+            return replace(tensor, stride=self.number(tensor.rows)), format
+        return tensor, int(rounded)
 
     def floats(self, arg: micro.Arg | None) -> Tensor:
         """A tensor of f32. Raises PlanError for another dtype."""

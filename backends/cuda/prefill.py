@@ -1,7 +1,7 @@
 """Attention of many tokens by a library: what its kernels do with tiles on tensor cores.
 
 Keys and values of a sequence are gathered from their pages, as many heads as there is room for; the library
-then attends to them at once. Of a long prompt, as many tokens as the plan counts memory for.
+then attends to them at once: as many heads, and of a very long prompt tokens, as the plan counts memory for.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ class LibraryAttention:
         self._scale = float(instr.attr("scale"))  # type: ignore[arg-type]
         self._kv = ops.cache(instr).permute(1, 2, 0, 3, 4)  # [2, heads, pages, PAGE, dim]
         self._room = ops.scratch("room", ROOM).view(self._kv.dtype)
-        each = max(self._d, self._dv) * self._heads * WORKSPACE[KIND][f"attention {instr.numerics}"].transient
-        self._most = max(1, TRANSIENT // each)  # tokens
+        self._group = self._heads // self._kv.shape[1]
+        width = max(self._d, self._dv) * self._group  # of a token, for a head of keys
+        self._most = max(1, TRANSIENT // (width * WORKSPACE[KIND][f"attention {instr.numerics}"].transient))
         self._here = [ops.twin(a.slot).here.view(np.int32) for a in instr.args[1:4]]  # type: ignore[union-attr]
         self._sizes = [ops.slots[a.slot].type.shape for a in instr.args[2:4]]  # type: ignore[union-attr]
         self._words: I64 = ops.memory.words
@@ -88,6 +89,7 @@ class LibraryAttention:
         index = torch.from_numpy(pages.astype(np.int64)).to(self._kv.device, non_blocking=True)
         heads, dim = self._kv.shape[1], self._kv.shape[4]
         at_once = self._room.numel() // (2 * len(pages) * PAGE * dim)
+        at_once = min(at_once, self._most // (span.hi - span.lo))
         if not at_once:  # more keys of one head than there is room for: some of a long context's whole cache
             for head in range(heads):
                 self._of_heads(span, head, self._kv[:, head : head + 1].index_select(2, index))
@@ -103,8 +105,8 @@ class LibraryAttention:
         import torch
         from torch.nn.attention.bias import causal_lower_right
 
-        tokens, group = span.hi - span.lo, self._heads // self._kv.shape[1]
-        first, many = head * group, kv.shape[1] * group
+        tokens = span.hi - span.lo
+        first, many = head * self._group, kv.shape[1] * self._group
         kv = kv.view(2, kv.shape[1], -1, kv.shape[4])[:, :, : span.keys]
         q = self._q[span.lo : span.hi, first * self._d : (first + many) * self._d].to(torch.bfloat16)
         q = q.view(1, -1, many, self._d).transpose(1, 2)

@@ -107,9 +107,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     found: list[Step] = []
     make = gemm.gemm
 
-    def kept(*given: Any) -> Step:
-        found.append(make(*given))
-        return found[-1]
+    def kept(*given: Any) -> list[Step]:
+        steps = make(*given)
+        found.append(steps[-1])
+        return steps
 
     monkeypatch.setattr(gemm, "gemm", kept)
     return found
@@ -131,14 +132,14 @@ def warps(step: Step) -> int:
 @pytest.mark.parametrize(
     "n,k,t,epilogue,processors",
     [
-        (48, 72, 9, "+bias+residual", 60),  # no whole tile, and inputs that end within a block
-        (75, 1632, 16, "", 60),
-        (75, 1632, 16, "", 1),  # more slots than the ring has
-        (300, 604, 33, "+residual", 1),  # several tiles of channels
-        (257, 136, 70, "+bias", 60),  # and of tokens
-        (257, 584, 70, "+bias", 2),
-        (16, 32, 192, "", 60),
-        (5, 40, 130, "+bias+residual", 60),
+        (48, 64, 9, "+bias+residual", 60),  # no whole tile, and inputs that end within a slot
+        (75, 1664, 16, "", 60),
+        (75, 1664, 16, "", 1),  # more slots than the ring has
+        (300, 576, 33, "+residual", 1),  # several tiles of channels
+        (257, 192, 70, "+bias", 60),  # and of tokens
+        (257, 576, 70, "+bias+residual", 2),
+        (16, 64, 192, "", 60),
+        (5, 128, 130, "+bias+residual", 60),
     ],
 )
 def test_it_differs_from_rounded_weights_only_in_the_order_of_sums(
@@ -163,7 +164,7 @@ def test_it_differs_from_rounded_weights_only_in_the_order_of_sums(
 
 @pytest.mark.parametrize("t", [1, 8, 9, 17, 64, 192, 193])
 def test_as_the_reference_on_either_side_of_the_bounds(gpu: CudaDevice, launched: list[Step], t: int) -> None:
-    n, k = 40, 96
+    n, k = 40, 128
     values, blocks = {0: r(t, k), 2: r(t, n)}, {"w": packed("q4.16x32", n, k), "b": f32(r(n))}
     agree(gpu, product("q4.16x32", n, k, "+bias+residual"), values, 1, blocks, T=t, tolerance=4e-3)
     assert len(launched) == (gemm.LEAST <= t <= gemm.MOST)
@@ -194,7 +195,7 @@ def act(name: str, x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("rounded,processors", [(False, 60), (True, 1)])
 @pytest.mark.parametrize("layout,name,n,k,t", [
-    ("q4.16x32", "silu", 208, 1120, 40), ("q4m.16x32", "relu", 16, 968, 9), ("q8.16x32", "silu", 80, 488, 66),
+    ("q4.16x32", "silu", 208, 1088, 40), ("q4m.16x32", "relu", 16, 960, 9), ("q8.16x32", "silu", 80, 448, 66),
 ])  # fmt: skip
 def test_gate_and_up(
     gpu: CudaDevice,
@@ -223,23 +224,6 @@ def test_gate_and_up(
         close(memory.read(3), want, 6e-6)
 
 
-@pytest.mark.parametrize("layout", gemm.NAMES)
-@pytest.mark.parametrize("k", [44, 75])
-def test_what_lies_behind_the_inputs_is_not_read(gpu: CudaDevice, layout: str, k: int) -> None:
-    """A norm that rounds leaves what pads its rows as it was: no number at all."""
-    n, t = 40, 20
-    text = product(layout, n, k, "").replace("src=%0", "src=%4")
-    text = text.replace("block w", f"slot %4 cpu:0 f32[T,{k}]\nblock w", 1)
-    text = text.replace(
-        "quantize", f"dispatch {AT} kernel=rms_norm args=[%0] dst=%4 attrs={{eps=1e-05}} {EXACT}\nquantize"
-    )
-    memory = run(gpu, text, {0: r(t, k)}, {"w": packed(layout, n, k)}, T=t)
-    x = memory.read(3)[:t].astype(np.float32)
-    assert np.isnan(x[:, k:]).all() and guard_intact(memory)
-    want = x[:, :k].astype(np.float64) @ weights(layout, packed(layout, n, k), n, k).T.astype(np.float64)
-    close(memory.read(1), want.astype(np.float32))
-
-
 def bits(memory: DeviceMemory, slot: int) -> bytes:
     return memory.read(slot).tobytes()
 
@@ -252,7 +236,7 @@ def test_any_number_of_blocks_shares_the_work(
 ) -> None:
     """Several tiles for a block, several blocks for a tile, more blocks than work; the same in every step and
     in whatever order warps run, with the smallest ring."""
-    n, k, t = 272, 672, 19
+    n, k, t = 272, 704, 19
     x, w = r(t, k), packed(layout, n, k)
     on(monkeypatch, gpu, processors, shared=99 * KIB)
     text = product(layout, n, k, "")

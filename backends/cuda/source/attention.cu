@@ -1,7 +1,7 @@
 // Paged attention, and what stands in front of it. A state is kv[P][2][Hk][16][D], f32 or bf16.
 
-// Rotates queries and keys of a token and writes keys and values into the cache: one block for each token and
-// head. Any of the three parts may be missing (0 heads).
+// Rotates queries and keys of a token and writes keys and values into the cache: a warp for each token and head. Any of
+// the three parts may be missing (0 heads).
 struct RopeArgs {
   const float* q;      // [T][heads·d], rotated into q_out
   i64 q_stride, heads;
@@ -60,23 +60,32 @@ struct Turned {
     table = (is_q || is_k) && a.table ? a.table + t * a.table_stride : (const float*)0;
   }
 
-  __device__ __forceinline__ void run(const RopeArgs& a, int thread, int threads) const {
-    for (i64 i = thread; i < width; i += threads) {
-      const float v = table ? rotated(x, (int)i, table, (int)a.half) : x[i];
-      if (y) y[i] = v;
-      if (entry >= 0) put(a.kv, entry + i, v, a.bf16);
+  __device__ __forceinline__ void write(const RopeArgs& a, int i, float v) const {
+    if (y) y[i] = v;
+    if (entry >= 0) put(a.kv, entry + i, v, a.bf16);
+  }
+
+  __device__ __forceinline__ void run(const RopeArgs& a, int lane) const {
+    const int half = table ? (int)a.half : 0;
+#pragma unroll 2
+    for (int i = lane; i < half; i += 32) {
+      const float first = rotated(x, i, table, half), second = rotated(x, half + i, table, half);
+      write(a, i, first);
+      write(a, half + i, second);
     }
+#pragma unroll 4
+    for (int i = 2 * half + lane; i < width; i += 32) write(a, i, x[i]);
   }
 };
 
 extern "C" __global__ void rope(RopeArgs a) {
   let_others_start();
   if (a.late) after_others();
-  const i64 t = blockIdx.x;
-  if (t >= from_host(a.rows)) { after_others(); return; }
-  const Turned head(a, t, blockIdx.y);
+  const i64 t = blockIdx.x, number = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32;
+  if (t >= from_host(a.rows) || number >= a.heads + a.k_heads + a.v_heads) { after_others(); return; }
+  const Turned head(a, t, number);
   after_others();
-  head.run(a, threadIdx.x, blockDim.x);
+  head.run(a, threadIdx.x & 31);
 }
 
 // A block takes a range of keys of one token and one key head, 4 pages of 16 (2 of very wide heads); ranges are
@@ -92,7 +101,7 @@ struct AttentionArgs {
   const int *positions, *seq, *pages;
   const i64* page_stride;
   float* y;
-  i64 y_stride, y_bf16;
+  i64 y_stride, y_as;           // as `put_some` takes them
   const float* sinks;
   double scale, softcap;
   i64 window, causal, rounded;  // rounded: queries and weights are bf16
@@ -495,9 +504,9 @@ __device__ __forceinline__ void attention(const AttentionArgs& a) {
       s.total = __fadd_rn(__fmul_rn(s.total, by), expf(sink - top));
     }
     const float v = __fdiv_rn(s.value, s.total);
-    const i64 to = (i64)t * a.y_stride + (first_q + g) * dv + c;
-    if (a.y_bf16) ((u16*)a.y)[to] = (u16)bf16_of(v);
-    else a.y[to] = v;
+    const int to = (first_q + g) * dv + c;
+    if (a.y_as > 1) ((u16*)a.y)[in_tiles(t, to & ~1, a.y_stride, a.y_as) + (to & 1)] = (u16)bf16_of(v);
+    else put_as(a.y, (i64)t * a.y_stride + to, v, a.y_as);
   }
 }
 

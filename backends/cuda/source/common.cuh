@@ -276,6 +276,64 @@ __device__ __forceinline__ void put_as(float* y, i64 at, float v, i64 bf16) {
   else y[at] = v;
 }
 
+// Where two neighbouring channels of a token lie, in elements, among bf16 activations in tiles, as source/gemm.cu copies
+// them: in pieces of 64 channels, in each of which a token has 128 bytes, `rows` tokens. 16-byte chunk c of token t is at
+// c ^ t % 8 there, as tensor cores take it. A chunk has two channels of each of the four lanes that share a row of weights,
+// in the order in which `unpack_rows` has them: for the first product of a block chunks 0 and 1, for the second one 2 and 3.
+__device__ __forceinline__ i64 in_tiles(i64 token, i64 channel, i64 rows, i64 format) {
+  const int pair = (int)channel >> 1 & 31;
+  const int chunk = format == 8 ? (pair >> 2 & 6) | (pair & 1) : (pair >> 2 & 4) | (pair & 3);
+  const int of = format == 8 ? pair >> 1 & 3 : pair >> 2 & 3;
+  return ((channel >> 6) * rows + token) * 64 + ((chunk ^ (int)(token & 7)) << 3) + of * 2;
+}
+
+// N neighbouring channels of a token, from a multiple of N on, of which there are `some`; at once where memory allows it.
+template <int N>
+__device__ __forceinline__ void load_some(const float* x, int some, float* v) {
+  if (some == N && ((u64)x & 15) == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      const float4 four = *(const float4*)(x + i);
+      v[i] = four.x; v[i + 1] = four.y; v[i + 2] = four.z; v[i + 3] = four.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = i < some ? x[i] : 0.f;
+  }
+}
+
+// as: 0: f32, 1: bf16; else bf16 in tiles for weights of this format, stride: tokens of a piece.
+template <int N>
+__device__ __forceinline__ void put_some(
+    float* y, i64 token, i64 channel, i64 stride, i64 as, int some, const float* v) {
+  if (as > 1) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2)
+      *(u32*)((u16*)y + in_tiles(token, channel + i, stride, as)) = pair_of(v[i], v[i + 1]);
+    return;
+  }
+  const i64 at = token * stride + channel;
+  if (as) {
+    u16* to = (u16*)y + at;
+    if (some == N && ((u64)to & 7) == 0) {
+#pragma unroll
+      for (int i = 0; i < N; i += 4) *(uint2*)(to + i) = make_uint2(pair_of(v[i], v[i + 1]), pair_of(v[i + 2], v[i + 3]));
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) if (i < some) to[i] = (u16)bf16_of(v[i]);
+    }
+  } else if (some == N && ((u64)(y + at) & 15) == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      const float4 four = {v[i], v[i + 1], v[i + 2], v[i + 3]};
+      *(float4*)(y + at + i) = four;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) if (i < some) y[at + i] = v[i];
+  }
+}
+
 __device__ __forceinline__ float element(const char* p, i64 i, int format) {
   if (format == 0) return ((const float*)p)[i];
   const u16 h = ((const u16*)p)[i];

@@ -14,10 +14,10 @@ struct GemmArgs {
   const char* w;             // rows of the first group
   i64 n, k;                  // channels (of y), inputs
   i64 second;                // groups from gate to up; 0: none
-  const char* x;             // bf16; whole blocks of 32 inputs
-  i64 x_stride;
+  const char* x;             // bf16, in tiles (`in_tiles`)
+  i64 x_rows;                // tokens of a piece
   float* y;
-  i64 y_stride, y_bf16;
+  i64 y_stride, y_as;        // as `put_some` takes them
   const float* bias;
   const float* residual;
   i64 residual_stride, act;
@@ -31,9 +31,11 @@ struct GemmArgs {
 constexpr int MULTIPLY = 8, FILL = 4;  // warps; those that fill are behind those that multiply
 constexpr int SPAN = 4;                // blocks of 32 inputs in one slot of the ring
 constexpr int FRONT = 1024;            // bytes of shared memory for barriers: slots begin at whole 1024 bytes
-// Arrivals that make a slot full: of each filling lane when its copies are there, and of each filling warp when its
-// activations are.
-constexpr int ARRIVALS = FILL * 33;
+#ifdef BULK
+constexpr int ARRIVALS = 32 * FILL + 1;  // that make a slot full: of each filling lane, and of the one that copies inputs
+#else
+constexpr int ARRIVALS = 32 * FILL;
+#endif
 
 // A block's share of the work. A unit: a slot's inputs of one tile.
 struct Share {
@@ -56,27 +58,21 @@ __device__ __forceinline__ Share share_of(const GemmArgs& a, int width) {
   return s;
 }
 
-// What a filling warp does. A slot: activations, then weights, of one group of 16 channels after the other.
-//
-// Activations lie in pieces of 64 inputs, in each of which a token has 128 bytes; 16-byte chunk c of token t is at c ^ t % 8
-// there, as tensor cores take it. A chunk has two inputs of each of the four lanes that share a row, in the order in which
-// `unpack_rows` has them: for the first product of a block chunks 0 and 1, for the second one 2 and 3.
+// What a filling warp does. A slot: activations, then weights, of one group of 16 channels after the other. Activations
+// are there in the order in which they are read.
 template <int FORMAT, int NT>
 struct Filler {
   static constexpr int EACH = 2 * MULTIPLY / FILL;        // groups of a warp, at most
   static constexpr int PARTS = FORMAT == 5 ? 2 : 1;       // behind the quants
-  static constexpr int ROWS = 4 * FILL, AT_ONCE = 8 * NT / ROWS;  // rows of 128 bytes that all copy at once; of a piece
-  static constexpr int PIECES = 2 * AT_ONCE;              // of 16 bytes, of a lane
   const GemmArgs& a;
   const Share& share;
   const Ring& ring;
   int warp, lane, nblk;
   int groups;                  // of this warp
   int tile, chunk;             // weights: of the unit whose turn it is
+  int x_tile, x_chunk;         // activations
   const char* quants[EACH];    // this lane's first ones
   const char* scales;
-  int x_tile, x_chunk, left;   // activations: of the unit to be read next; inputs left in the one that is in `x`
-  uint4 x[PIECES];
 
   // Weights of a tile.
   __device__ __forceinline__ void aim() {
@@ -97,7 +93,6 @@ struct Filler {
   __device__ __forceinline__ void weights(int slot) {
     const int blocks = nblk - chunk * SPAN;
     const int from = chunk * SPAN * QUANTS<FORMAT>;
-    u64* full = ring.full + slot;
     char* to = ring.slots + slot * ring.slot_bytes + SPAN * 8 * NT * 64 + warp * groups * SPAN * BLOCK<FORMAT>;
     char* there = to + lane * 16;
 #pragma unroll
@@ -112,50 +107,31 @@ struct Filler {
       for (int part = 0; part < PARTS; ++part)
         copy_ahead(to + (lane >> 3) * SPAN * BLOCK<FORMAT> + SPAN * (QUANTS<FORMAT> + part * 32) + (lane & 7) * 16,
                    scales + (i64)nblk * part * 32 + chunk * SPAN * 32, true);
-    barrier_copied(full);
+#ifdef BULK
+    barrier_copied(ring.full + slot);
+#endif
     if (++chunk == share.chunks) { chunk = 0; ++tile; aim(); }
   }
 
-  // Begins to read the next unit's activations: row by row, a lane's chunk in its row is always the same.
-  __device__ __forceinline__ void read() {
-    const int row = warp * 4 + (lane >> 3), c = lane & 7, first = x_tile % share.columns * 8 * NT;
-    const int tokens = share.tokens - first - row;
-    const i64 stride = a.x_stride * 2;
-    const char* from = a.x + (first + row) * stride + x_chunk * SPAN * 64 + c * 16;
-    left = (int)a.k - x_chunk * SPAN * 32;
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i, from += ROWS * stride)
-#pragma unroll
-      for (int piece = 0; piece < 2; ++piece)
-        if (i * ROWS < tokens && piece * 64 + c * 8 < left)
-          x[piece * AT_ONCE + i] = from_others((const uint4*)(from + piece * 128));
+  // Copies the next unit's activations.
+  __device__ __forceinline__ void inputs(int slot) {
+    const int first = x_tile % share.columns * 8 * NT, piece = x_chunk * (SPAN / 2);
+    const int bytes = ((int)a.x_rows - first < 8 * NT ? (int)a.x_rows - first : 8 * NT) * 128;
+    const int pieces = nblk / 2 - piece < SPAN / 2 ? nblk / 2 - piece : SPAN / 2;
+    const char* from = a.x + (piece * a.x_rows + first) * 128;
+    char* to = ring.slots + slot * ring.slot_bytes;
     if (++x_chunk == share.chunks) { x_chunk = 0; ++x_tile; }
-  }
-
-  // Writes them; zeros for what lies behind the inputs.
-  __device__ __forceinline__ void write(int slot) {
-    const int row = warp * 4 + (lane >> 3), c = lane & 7;
-    if (left < SPAN * 32)
-#pragma unroll
-      for (int i = 0; i < PIECES; ++i) {
-        const int some = left - i / AT_ONCE * 64 - c * 8;
-        u32 w[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
-#pragma unroll
-        for (int e = 0; e < 4; ++e) w[e] = 2 * e + 1 < some ? w[e] : 2 * e < some ? w[e] & 0xffffu : 0u;
-        x[i] = make_uint4(w[0], w[1], w[2], w[3]);
-      }
-    char* to = ring.slots + slot * ring.slot_bytes + row * 128;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int into = FORMAT == 8 ? (c & 6) + (e & 1) : (c & 4) + e, of = FORMAT == 8 ? (c & 1) * 2 + (e >> 1) : c & 3;
-      char* there = to + ((into ^ (row & 7)) << 4) + of * 4;
-#pragma unroll
-      for (int i = 0; i < PIECES; ++i)
-        *(u32*)(there + i * ROWS * 128) = e == 0 ? x[i].x : e == 1 ? x[i].y : e == 2 ? x[i].z : x[i].w;
-    }
-    written_for_tensor_cores();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(ring.full + slot);
+#ifdef BULK
+    if (threadIdx.x != 32 * MULTIPLY) return;
+    barrier_expect(ring.full + slot, pieces * bytes);
+    for (int i = 0; i < pieces; ++i)
+      bulk_ahead(to + i * 8 * NT * 128, from + i * a.x_rows * 128, bytes, ring.full + slot);
+#else
+    for (int i = 0; i < pieces; ++i)
+      for (int at = (warp * 32 + lane) * 16; at < bytes; at += FILL * 512)
+        copy_ahead(to + i * 8 * NT * 128 + at, from + i * a.x_rows * 128 + at, true);
+    barrier_copied(ring.full + slot);
+#endif
   }
 
   __device__ __forceinline__ void run() {
@@ -166,16 +142,12 @@ struct Filler {
     aim();
     for (int i = 0; i < first; ++i) weights(i);
     after_others();
-    read();
+    for (int i = 0; i < first; ++i) inputs(i);
     Turn turn;
-#pragma unroll 1
-    for (int i = 0; i < units; ++i, turn.next(ring.depth)) {
-      if (i >= first) {
-        barrier_wait(ring.empty + turn.slot, turn.parity ^ 1);
-        weights(turn.slot);
-      }
-      write(turn.slot);
-      if (i + 1 < units) read();
+    for (int i = first; i < units; ++i, turn.next(ring.depth)) {
+      barrier_wait(ring.empty + turn.slot, turn.parity);
+      weights(turn.slot);
+      inputs(turn.slot);
     }
   }
 };
@@ -271,19 +243,9 @@ __device__ __forceinline__ void multiply(float (*sums)[NT][4], u32 (*w)[2][4], c
 // Two neighbouring channels of a token. even: there are always two, which are read and written at once.
 __device__ __forceinline__ void write_pair(
     const GemmArgs& a, i64 token, i64 channel, bool even, float first, float second) {
-  const i64 at = token * a.y_stride + channel;
   const bool two = even || channel + 1 < a.n;
-  if (a.residual) {
-    const float* more = a.residual + token * a.residual_stride + channel;
-    if (even) {
-      const float2 both = *(const float2*)more;
-      first += both.x; second += both.y;
-    } else {
-      first += more[0];
-      if (two) second += more[1];
-    }
-  }
-  if (a.y_bf16) {
+  const i64 at = a.y_as > 1 ? in_tiles(token, channel, a.y_stride, a.y_as) : token * a.y_stride + channel;
+  if (a.y_as) {
     const u32 both = pair_of(first, second);
     u16* y = (u16*)a.y + at;
     if (even) { *(u32*)y = both; return; }
@@ -296,12 +258,20 @@ __device__ __forceinline__ void write_pair(
   }
 }
 
+__device__ __forceinline__ float2 read_pair(const GemmArgs& a, i64 token, i64 channel, bool even) {
+  const float* x = a.residual + token * a.residual_stride + channel;
+  if (even) return *(const float2*)x;
+  const float2 both = {x[0], channel + 1 < a.n ? x[1] : 0.f};
+  return both;
+}
+
 // What a multiplying warp does with the sums of a whole tile.
 template <int NT>
 __device__ __forceinline__ void write_tile(
     const GemmArgs& a, const Share& share, int tile, int warp, int lane, float (*sums)[NT][4]) {
   const int g = lane >> 2, j = lane & 3, own = tile / share.columns * (int)a.warps + warp;
   const int first = tile % share.columns * 8 * NT + 2 * j, left = share.tokens - first;
+  constexpr int AT_ONCE = 2 * NT < 8 ? 2 * NT : 8;
   const bool even = !((a.n | a.y_stride | a.residual_stride) & 1) && !(((u64)a.y | (u64)a.residual) & 7);
   if (a.second) {
     const i64 channel = (i64)own * 16 + 2 * g;
@@ -328,11 +298,21 @@ __device__ __forceinline__ void write_tile(
     if (channel >= a.n) continue;
     const float bias = a.bias ? a.bias[channel] : 0.f, next = a.bias && channel + 1 < a.n ? a.bias[channel + 1] : 0.f;
 #pragma unroll
-    for (int t = 0; t < NT; ++t)
+    for (int begin = 0; begin < 2 * NT; begin += AT_ONCE) {
+      float2 more[AT_ONCE];  // of the residual: all on their way before a result, which may take its place, is written
 #pragma unroll
-      for (int e = 0; e < 2; ++e)
-        if (t * 8 + e < left)
-          write_pair(a, first + t * 8 + e, channel, even, sums[u][t][e] + bias, sums[u][t][2 + e] + next);
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int t = (begin + i >> 1) * 8 + (i & 1);
+        more[i].x = more[i].y = 0.f;
+        if (a.residual && t < left) more[i] = read_pair(a, first + t, channel, even);
+      }
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int t = (begin + i >> 1) * 8 + (i & 1);
+        const float* own = sums[u][begin + i >> 1] + (i & 1);
+        if (t < left) write_pair(a, first + t, channel, even, own[0] + bias + more[i].x, own[2] + next + more[i].y);
+      }
+    }
   }
 }
 

@@ -68,7 +68,7 @@ struct NormArgs {
   const float* w;     // 0: none
   const float* b;
   float* y;
-  i64 y_stride, y_bf16, groups, width, w_size;  // y bf16: a rounded copy
+  i64 y_stride, y_as, groups, width, w_size;  // as: see `put_some`
   double eps, offset;
   i64 layer;          // layer_norm
   const i64* rows;
@@ -92,16 +92,29 @@ extern "C" __global__ void __launch_bounds__(512) normalise(NormArgs a) {
     inverse = __fdiv_rn(1.f, __fsqrt_rn(__fadd_rn(__fdiv_rn(block_sum(sum, room), (float)width), (float)a.eps)));
   } else {
     float sum = 0.f;
-    for (int p = threadIdx.x * 8; p < width; p += 4096)
-      for (int i = p; i < p + 8 && i < width; ++i) sum = __fmaf_rn(x[i], x[i], sum);
+    for (int p = threadIdx.x * 8; p < width; p += 4096) {
+      float v[8];
+      load_some<8>(x + p, width - p < 8 ? width - p : 8, v);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum = __fmaf_rn(v[i], v[i], sum);
+    }
     inverse = inverse_rms(sum, width, (float)a.eps, room);
   }
-  for (int i = threadIdx.x; i < width; i += 512) {
-    float v = __fmul_rn(x[i] - mean, inverse);
-    const i64 channel = group * a.width + i;
-    if (a.w) v = __fmul_rn(v, __fadd_rn((float)a.offset, a.w[channel % a.w_size]));
-    if (a.b) v = __fadd_rn(v, a.b[channel]);
-    put_as(a.y, row * a.y_stride + channel, v, a.y_bf16);
+  for (int p = threadIdx.x * 8; p < width; p += 4096) {
+    const i64 channel = group * a.width + p;
+    const int some = width - p < 8 ? width - p : 8;
+    const bool one = !a.w || channel % a.w_size + some <= a.w_size;  // the weights' row doesn't begin anew in this piece
+    float v[8], by[8], more[8];
+    load_some<8>(x + p, some, v);
+    if (a.w && one) load_some<8>(a.w + channel % a.w_size, some, by);
+    if (a.b) load_some<8>(a.b + channel, some, more);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      v[i] = __fmul_rn(v[i] - mean, inverse);
+      if (a.w) v[i] = __fmul_rn(v[i], __fadd_rn((float)a.offset, one ? by[i] : a.w[(channel + i) % a.w_size]));
+      if (a.b) v[i] = __fadd_rn(v[i], more[i]);
+    }
+    put_some<8>(a.y, row, channel, a.y_stride, a.y_as, some, v);
   }
 }
 
@@ -135,7 +148,7 @@ struct MapArgs {
   const float* b;
   i64 b_stride, b_step;
   float* y;
-  i64 y_stride, y_bf16, width, what, act;  // what: 0 gated, 1 activation, 2 add, 3 mul, 4 scale, 5 softcap
+  i64 y_stride, y_as, width, what, act;  // what: 0 gated, 1 activation, 2 add, 3 mul, 4 scale, 5 softcap
   double by;
   const i64* rows;
 };
@@ -143,20 +156,27 @@ struct MapArgs {
 extern "C" __global__ void elementwise(MapArgs m) {
   let_others_start();
   after_others();
-  const i64 row = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
-  if (row >= *m.rows || i >= m.width) return;
-  const float a = m.a[row * m.a_stride + i], b = m.b ? m.b[row * m.b_stride + i * m.b_step] : 0.f;
+  const i64 row = blockIdx.y, first = (blockIdx.x * 256 + threadIdx.x) * 4;
+  if (row >= *m.rows || first >= m.width) return;
+  const int some = m.width - first < 4 ? (int)(m.width - first) : 4;
   const float by = (float)m.by;
-  float v = a;
-  switch (m.what) {
-    case 0: v = activated(a, (int)m.act) * b; break;
-    case 1: v = activated(a, (int)m.act); break;
-    case 2: v = a + b; break;
-    case 3: v = a * b; break;
-    case 4: v = a * by; break;
-    case 5: v = by * tanhf(a / by); break;
+  float v[4], b[4] = {};
+  load_some<4>(m.a + row * m.a_stride + first, some, v);
+  if (m.b && m.b_step) load_some<4>(m.b + row * m.b_stride + first, some, b);
+  else if (m.b) b[0] = b[1] = b[2] = b[3] = m.b[row * m.b_stride];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float a = v[i];
+    switch (m.what) {
+      case 0: v[i] = activated(a, (int)m.act) * b[i]; break;
+      case 1: v[i] = activated(a, (int)m.act); break;
+      case 2: v[i] = a + b[i]; break;
+      case 3: v[i] = a * b[i]; break;
+      case 4: v[i] = a * by; break;
+      case 5: v[i] = by * tanhf(a / by); break;
+    }
   }
-  put_as(m.y, row * m.y_stride + i, v, m.y_bf16);
+  put_some<4>(m.y, row, first, m.y_stride, m.y_as, some, v);
 }
 
 // Bytes of rows: all of them, or those that `index` names; 4 bytes at a time (`words` a row).
@@ -185,17 +205,40 @@ extern "C" __global__ void move_rows(CopyArgs a) {
 struct RoundArgs {
   const float* x;
   i64 x_stride, width;
-  u16* y;
-  i64 y_stride;
+  float* y;
+  i64 y_stride, y_as, y_width;
   const i64 *rows, *padded;
 };
 
 extern "C" __global__ void round_bf16(RoundArgs a) {
   let_others_start();
   after_others();
-  const i64 row = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
-  if (row >= *a.padded || i >= a.y_stride) return;
-  a.y[row * a.y_stride + i] = row < *a.rows && i < a.width ? (u16)bf16_of(a.x[row * a.x_stride + i]) : (u16)0;
+  const i64 row = blockIdx.y, first = (blockIdx.x * 256 + threadIdx.x) * 4;
+  if (row >= *a.padded || first >= a.y_width) return;
+  const i64 left = row < *a.rows ? a.width - first : 0;
+  float v[4] = {};
+  if (left > 0) load_some<4>(a.x + row * a.x_stride + first, left < 4 ? (int)left : 4, v);
+  put_some<4>(a.y, row, first, a.y_stride, a.y_as, 4, v);
+}
+
+// bf16 rows of whole pieces of 64 channels → tiles
+struct TilesArgs {
+  const char* x;
+  i64 x_stride, width;
+  char* y;
+  i64 y_rows, format;
+  const i64* rows;
+};
+
+extern "C" __global__ void into_tiles(TilesArgs a) {
+  let_others_start();
+  after_others();
+  const i64 row = blockIdx.y, first = (blockIdx.x * 256 + threadIdx.x) * 8;
+  if (row >= *a.rows || first >= a.width) return;
+  const uint4 v = *(const uint4*)(a.x + (row * a.x_stride + first) * 2);
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    *(u32*)(a.y + 2 * in_tiles(row, first + 2 * i, a.y_rows, a.format)) = i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
 // f32 [rows][width] → i8/32: signed bytes, behind them the scales of blocks of 32. A warp a block.
