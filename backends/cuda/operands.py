@@ -194,8 +194,8 @@ class Operands:
         return self.tiled.get(root_of(arg.slot, self.slots), 0)
 
     def result(self, arg: micro.Arg | None, *, rounded: bool) -> tuple[Tensor, int]:
-        """Where a result goes, and how it is written, as `put_some` in source/common.cuh takes both: the stride
-        of tiles is the number of tokens."""
+        """Where a result goes, and how it is written, as `put_some` in source/common.cuh takes both: the
+        stride of tiles is the number of tokens."""
         tensor = self.tensor(arg)
         if format := self.tiles(arg):
             return replace(tensor, stride=self.number(tensor.rows)), format
