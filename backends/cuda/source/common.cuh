@@ -146,11 +146,17 @@ template <int N>
 __device__ __forceinline__ void products_but() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 #define SUMS_8(d) \
   "+f"((d)[0]), "+f"((d)[1]), "+f"((d)[2]), "+f"((d)[3]), "+f"((d)[4]), "+f"((d)[5]), "+f"((d)[6]), "+f"((d)[7])
-// d += a·b for the 64 rows of four warps, 16 inputs and 8·NT tokens: b lies in shared memory, as `load_matrices` takes it.
-template <int NT>
-__device__ __forceinline__ void wgmma(float* d, const u32* a, const char* b) {
+// Rows in shared memory as tensor cores are told of them; the same for all threads of a warp, and known to be. 16 bytes
+// further it is 1 more.
+typedef u64 SharedRows;
+__device__ __forceinline__ SharedRows shared_rows(const char* b) {
   // 8 rows of 128 bytes are 1024 bytes apart from the next ones; chunks are swizzled
-  const u64 rows = (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | (shared_address(b) >> 4 & 0x3fff);
+  const u32 there = __shfl_sync(0xffffffffu, shared_address(b) >> 4 & 0x3fff, 0);
+  return (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | there;
+}
+// d += a·b for the 64 rows of four warps, 16 inputs and 8·NT tokens: b is laid out as `load_matrices` takes it.
+template <int NT>
+__device__ __forceinline__ void wgmma(float* d, const u32* a, SharedRows rows) {
   if constexpr (NT == 2)
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
@@ -173,6 +179,8 @@ __device__ __forceinline__ void wgmma(float* d, const u32* a, const char* b) {
 }
 #undef SUMS_8
 #else
+typedef const char* SharedRows;
+__device__ __forceinline__ SharedRows shared_rows(const char* b) { return b; }
 template <int N>
 __device__ __forceinline__ void products_but() {}
 #endif
@@ -182,6 +190,8 @@ __device__ __forceinline__ void meet(int id, int threads) {
 }
 // e^x, to some units in the last place where x is small, as differences of maxima are
 __device__ __forceinline__ float power(float x) { return __expf(x); }
+// x / (1 + e^-x), likewise
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 // The upper halves of four bytes, from 0 to 15, as 16·(q − 8): signed bytes.
 __device__ __forceinline__ u32 less_eight(u32 q) {
   u32 d;

@@ -169,150 +169,189 @@ __device__ __forceinline__ Rows rows_of(const char* quants, const char* scales, 
   return r;
 }
 
-// nibbles: 0x000f000f.
+// One of the two rows, r. nibbles: 0x000f000f; a: [product][4].
 template <int FORMAT>
-__device__ __forceinline__ void unpack_rows(const Rows& rows, u32 nibbles, u32 (*a)[4]) {
-  const uint2 q = rows.q;
-  const u32 both = rows.scales;
+__device__ __forceinline__ void unpack_row(const Rows& rows, int r, u32 nibbles, u32 (*a)[4]) {
+  const float scale = half_to_float((u16)(r ? rows.scales >> 16 : rows.scales));
+  const u32 word = r ? rows.q.y : rows.q.x;
   if constexpr (FORMAT == 4) {
+    // the scale in two parts, which make exact products with −8…7: only the sum of both is rounded
+    const u32 whole = __float_as_uint(scale), rest = __float_as_uint(scale - __uint_as_float(whole & 0xffff0000u));
+    const u32 high = bytes_of(whole, whole, 0x3232), low = bytes_of(rest, rest, 0x3232);
+    const u32 w = bytes_of(word, 0, 0x3120);
+    u32 pairs[4];  // inputs 0 1, 4 5, 2 3, 6 7
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      // the scale in two parts, which make exact products with −8…7: only the sum of both is rounded
-      const u32 scale = __float_as_uint(half_to_float((u16)(r ? both >> 16 : both)));
-      const u32 rest = __float_as_uint(__uint_as_float(scale) - __uint_as_float(scale & 0xffff0000u));
-      const u32 high = bytes_of(scale, scale, 0x3232), low = bytes_of(rest, rest, 0x3232);
-      const u32 w = bytes_of(r ? q.y : q.x, 0, 0x3120);
-      u32 pairs[4];  // inputs 0 1, 4 5, 2 3, 6 7
-#pragma unroll
-      for (int p = 0; p < 4; ++p) {
-        const u32 v = add_bf16x2(w >> 4 * p & nibbles | 0x43004300u, 0xc308c308u);  // 128 + q − 136
-        pairs[p] = fma_bf16x2(v, high, fma_bf16x2(v, low, 0x80008000u));
-      }
-      a[0][r] = pairs[0]; a[0][2 + r] = pairs[2];
-      a[1][r] = pairs[1]; a[1][2 + r] = pairs[3];
+    for (int p = 0; p < 4; ++p) {
+      const u32 v = add_bf16x2(w >> 4 * p & nibbles | 0x43004300u, 0xc308c308u);  // 128 + q − 136
+      pairs[p] = fma_bf16x2(v, high, fma_bf16x2(v, low, 0x80008000u));
     }
+    a[0][r] = pairs[0]; a[0][2 + r] = pairs[2];
+    a[1][r] = pairs[1]; a[1][2 + r] = pairs[3];
   } else {
-    const uint2 behind = rows.behind;
-    const u32 least = rows.minima;
+    const float least = FORMAT == 5 ? half_to_float((u16)(r ? rows.minima >> 16 : rows.minima)) : 0.f;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float scale = half_to_float((u16)(r ? both >> 16 : both));
-      const u32 word = r ? q.y : q.x;
+    for (int i = 0; i < 2; ++i) {  // 2²³ + a byte, as f32
+      const u32 bytes = FORMAT == 8 ? (i ? r ? rows.behind.y : rows.behind.x : word) ^ 0x80808080u
+                                    : (i ? word >> 4 : word) & 0x0f0f0f0fu;
+      float v[4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {  // 2²³ + a byte, as f32
-        const u32 bytes = FORMAT == 8 ? (i ? r ? behind.y : behind.x : word) ^ 0x80808080u
-                                      : (i ? word >> 4 : word) & 0x0f0f0f0fu;
-        float v[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float whole = __uint_as_float(bytes_of(bytes, 0x4b000000u, 0x7440 + e)) - (FORMAT == 8 ? 8388736.f : 8388608.f);
-          v[e] = FORMAT == 8 ? __fmul_rn(scale, whole)
-                             : __fmaf_rn(scale, whole, half_to_float((u16)(r ? least >> 16 : least)));
-        }
-        a[i][r] = pair_of(v[0], v[1]);
-        a[i][2 + r] = pair_of(v[2], v[3]);
+      for (int e = 0; e < 4; ++e) {
+        const float whole = __uint_as_float(bytes_of(bytes, 0x4b000000u, 0x7440 + e)) - (FORMAT == 8 ? 8388736.f : 8388608.f);
+        v[e] = FORMAT == 8 ? __fmul_rn(scale, whole) : __fmaf_rn(scale, whole, least);
       }
+      a[i][r] = pair_of(v[0], v[1]);
+      a[i][2 + r] = pair_of(v[2], v[3]);
     }
   }
 }
 
-// Adds a block of 32 inputs to sums[group][tile of 8 tokens][4]; with WGMMA while the threads go on, until
-// `products_but<N>` says that all but the last N blocks are through. w: [group][product][4]; x: the block's piece of 64
-// inputs; half: which half of it.
-template <int NT>
-__device__ __forceinline__ void multiply(float (*sums)[NT][4], u32 (*w)[2][4], const char* x, int half) {
-#ifdef WGMMA
-  products_begin();
+template <int FORMAT>
+__device__ __forceinline__ void unpack_rows(const Rows* rows, u32 nibbles, u32 (*w)[2][4]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) wgmma<NT>(&sums[i & 1][0][0], w[i & 1][i >> 1], x + half * 64 + (i >> 1) * 32);
-  products_end();
+  for (int q = 0; q < 4; ++q) unpack_row<FORMAT>(rows[q & 1], q >> 1, nibbles, w[q & 1]);
+}
+
+// Adds a block of 32 inputs to sums[group][tile of 8 tokens][4]. w: [group][product][4]; x: of the slot; at: bytes from
+// there to the block's inputs. Meanwhile the next block's weights, if there is one, are unpacked to `w_next`: while it waits
+// for tensor cores to begin a product a warp does nothing else, so both are mixed. Products of two blocks may be under way,
+// until `products_but<0>`; those that used w_next are through when it is written.
+template <int FORMAT, int NT>
+__device__ __forceinline__ void multiply(
+    float (*sums)[NT][4], u32 (*w)[2][4], SharedRows x, int at, bool more, const Rows* next, u32 nibbles, u32 (*w_next)[2][4]) {
+#ifdef WGMMA
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    products_begin();
+    wgmma<NT>(&sums[q & 1][0][0], w[q & 1][q >> 1], x + (at >> 4) + (q >> 1) * 2);
+    products_end();
+    if (q == 0) products_but<1>();
+    if (more) unpack_row<FORMAT>(next[q & 1], q >> 1, nibbles, w_next[q & 1]);
+  }
 #else
 #pragma unroll
   for (int t = 0; t < NT; ++t) {
     u32 v[4];
-    load_matrices(v, x + t * 1024, half * 4);
+    load_matrices(v, x + (at & ~127) + t * 1024, at >> 4 & 4);
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       mma(sums[u][t], w[u][0][0], w[u][0][1], w[u][0][2], w[u][0][3], v[0], v[1]);
       mma(sums[u][t], w[u][1][0], w[u][1][1], w[u][1][2], w[u][1][3], v[2], v[3]);
     }
   }
+  if (more) unpack_rows<FORMAT>(next, nibbles, w_next);
 #endif
 }
 
-// Two neighbouring channels of a token. even: there are always two, which are read and written at once.
-__device__ __forceinline__ void write_pair(
-    const GemmArgs& a, i64 token, i64 channel, bool even, float first, float second) {
-  const bool two = even || channel + 1 < a.n;
-  const i64 at = a.y_as > 1 ? in_tiles(token, channel, a.y_stride, a.y_as) : token * a.y_stride + channel;
-  if (a.y_as) {
-    const u32 both = pair_of(first, second);
-    u16* y = (u16*)a.y + at;
-    if (even) { *(u32*)y = both; return; }
-    y[0] = (u16)both;
-    if (two) y[1] = (u16)(both >> 16);
-  } else {
-    if (even) { const float2 both = {first, second}; *(float2*)(a.y + at) = both; return; }
-    a.y[at] = first;
-    if (two) a.y[at + 1] = second;
-  }
-}
+// Where two neighbouring channels of a lane's tokens are written, and what is added to them: token first + 8·t + e is at
+// to[e] + t·step. Without `even` one of the two may be missing, or lie where two can't be written at once.
+template <int NT>
+struct Writer {
+  static constexpr int AT_ONCE = NT < 4 ? NT : 4;
+  const GemmArgs& a;
+  int first, left;
+  bool even;
 
-__device__ __forceinline__ float2 read_pair(const GemmArgs& a, i64 token, i64 channel, bool even) {
-  const float* x = a.residual + token * a.residual_stride + channel;
-  if (even) return *(const float2*)x;
-  const float2 both = {x[0], channel + 1 < a.n ? x[1] : 0.f};
-  return both;
-}
+  __device__ __forceinline__ Writer(const GemmArgs& a, const Share& share, int tile, int j) : a(a) {
+    first = tile % share.columns * 8 * NT + 2 * j;
+    left = share.tokens - first;
+    even = !((a.n | a.y_stride | a.residual_stride) & 1) && !(((u64)a.y | (u64)a.residual) & 7);
+  }
+
+  __device__ __forceinline__ void one_by_one(i64 channel, const float* sums, float bias, float next) const {
+#pragma unroll 1
+    for (int i = 0; i < 2 * NT; ++i) {
+      const i64 token = first + (i >> 1) * 8 + (i & 1);
+      float v[2] = {bias, next};
+#pragma unroll
+      for (int t = 0; t < 2 * NT; ++t)  // registers can't be indexed
+        if (t == i) { v[0] += sums[(t >> 1) * 4 + (t & 1)]; v[1] += sums[(t >> 1) * 4 + 2 + (t & 1)]; }
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if ((i >> 1) * 8 + (i & 1) < left && channel + e < a.n) {
+          if (a.residual) v[e] += a.residual[token * a.residual_stride + channel + e];
+          const i64 at = a.y_as > 1 ? in_tiles(token, channel, a.y_stride, a.y_as) : token * a.y_stride + channel;
+          put_as(a.y, at + e, v[e], a.y_as);
+        }
+    }
+  }
+
+  // sums: [NT][4], of a group of channels
+  __device__ __forceinline__ void write(i64 channel, const float* sums, float bias, float next) const {
+    if (channel >= a.n) return;
+    if (!even) { one_by_one(channel, sums, bias, next); return; }
+    char* to[2];
+    const float* more[2];
+    const int size = a.y_as ? 2 : 4;
+    const i64 step = a.y_as > 1 ? 1024 : 8 * a.y_stride * size, more_step = 8 * a.residual_stride;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const i64 token = first + e;
+      to[e] = (char*)a.y + (a.y_as > 1 ? in_tiles(token, channel, a.y_stride, a.y_as) : token * a.y_stride + channel) * size;
+      more[e] = a.residual + token * a.residual_stride + channel;
+    }
+#pragma unroll
+    for (int begin = 0; begin < NT; begin += AT_ONCE) {
+      float2 added[AT_ONCE][2];  // all on their way before a result is written, which may take the place of one
+#pragma unroll
+      for (int t = 0; t < AT_ONCE; ++t)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          added[t][e].x = bias; added[t][e].y = next;
+          if (a.residual && (begin + t) * 8 + e < left) {
+            const float2 both = *(const float2*)(more[e] + (begin + t) * more_step);
+            added[t][e].x += both.x; added[t][e].y += both.y;
+          }
+        }
+#pragma unroll
+      for (int t = 0; t < AT_ONCE; ++t)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if ((begin + t) * 8 + e < left) {
+            const float* own = sums + (begin + t) * 4 + e;
+            const float2 both = {own[0] + added[t][e].x, own[2] + added[t][e].y};
+            char* there = to[e] + (begin + t) * step;
+            if (a.y_as) *(u32*)there = pair_of(both.x, both.y);
+            else *(float2*)there = both;
+          }
+    }
+  }
+};
 
 // What a multiplying warp does with the sums of a whole tile.
 template <int NT>
 __device__ __forceinline__ void write_tile(
     const GemmArgs& a, const Share& share, int tile, int warp, int lane, float (*sums)[NT][4]) {
-  const int g = lane >> 2, j = lane & 3, own = tile / share.columns * (int)a.warps + warp;
-  const int first = tile % share.columns * 8 * NT + 2 * j, left = share.tokens - first;
-  constexpr int AT_ONCE = 2 * NT < 8 ? 2 * NT : 8;
-  const bool even = !((a.n | a.y_stride | a.residual_stride) & 1) && !(((u64)a.y | (u64)a.residual) & 7);
+  const int g = lane >> 2, own = tile / share.columns * (int)a.warps + warp;
+  const Writer<NT> writer(a, share, tile, lane & 3);
   if (a.second) {
-    const i64 channel = (i64)own * 16 + 2 * g;
+    float* gate = &sums[0][0][0];
+    const float* up = &sums[1][0][0];
+    if (a.act == 1) {
+#pragma unroll
+      for (int i = 0; i < 4 * NT; ++i) gate[i] = silu(gate[i]);
+    } else {
 #pragma unroll 1
-    for (int t = 0; t < NT; ++t) {  // the front tile of tokens, behind which the others move up: the code is there once
-      float* gate = sums[0][0];
-      const float* up = sums[1][0];
+      for (int t = 0; t < NT; ++t) {  // the front one, which then goes behind all others: the code is there once
+        float done[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) gate[i] = __fmul_rn(activated(gate[i], (int)a.act), up[i]);
+        for (int i = 0; i < 4; ++i) done[i] = activated(gate[i], (int)a.act);
 #pragma unroll
-      for (int e = 0; e < 2; ++e)
-        if (t * 8 + e < left && channel < a.n)
-          write_pair(a, first + t * 8 + e, channel, even, gate[e], gate[2 + e]);
+        for (int i = 0; i + 4 < 4 * NT; ++i) gate[i] = gate[i + 4];
 #pragma unroll
-      for (int s = 0; s + 1 < NT; ++s)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) { sums[0][s][i] = sums[0][s + 1][i]; sums[1][s][i] = sums[1][s + 1][i]; }
+        for (int i = 0; i < 4; ++i) gate[4 * NT - 4 + i] = done[i];
+      }
     }
+#pragma unroll
+    for (int i = 0; i < 4 * NT; ++i) gate[i] = __fmul_rn(gate[i], up[i]);
+    writer.write((i64)own * 16 + 2 * g, gate, 0.f, 0.f);
     return;
   }
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
     const i64 channel = (i64)own * 32 + u * 16 + 2 * g;
-    if (channel >= a.n) continue;
-    const float bias = a.bias ? a.bias[channel] : 0.f, next = a.bias && channel + 1 < a.n ? a.bias[channel + 1] : 0.f;
-#pragma unroll
-    for (int begin = 0; begin < 2 * NT; begin += AT_ONCE) {
-      float2 more[AT_ONCE];  // of the residual: all on their way before a result, which may take its place, is written
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const int t = (begin + i >> 1) * 8 + (i & 1);
-        more[i].x = more[i].y = 0.f;
-        if (a.residual && t < left) more[i] = read_pair(a, first + t, channel, even);
-      }
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const int t = (begin + i >> 1) * 8 + (i & 1);
-        const float* own = sums[u][begin + i >> 1] + (i & 1);
-        if (t < left) write_pair(a, first + t, channel, even, own[0] + bias + more[i].x, own[2] + next + more[i].y);
-      }
-    }
+    const float bias = a.bias && channel < a.n ? a.bias[channel] : 0.f;
+    const float next = a.bias && channel + 1 < a.n ? a.bias[channel + 1] : 0.f;
+    writer.write(channel, &sums[u][0][0], bias, next);
   }
 }
 
@@ -352,13 +391,16 @@ __device__ __forceinline__ bool whole_tile(
   return true;
 }
 
-// What the multiplying warps do. handed: [warps][8·NT][32], where two share channels.
-template <int FORMAT, int NT>
+// What the multiplying warps do. TURNS: warps that share channels: each has every other block then. handed:
+// [warps][8·NT][32], for their sums.
+template <int FORMAT, int NT, int TURNS>
 __device__ __forceinline__ void tiles(const GemmArgs& a, const Share& share, const Ring& ring, float* handed, int number, int lane) {
-  const int warps = (int)a.warps, warp = number % warps, turn_of = number / warps, turns = MULTIPLY / warps;
+  constexpr int WARPS = MULTIPLY / TURNS, MINE = SPAN / TURNS;  // blocks of a slot
+  const int warp = number % WARPS, turn_of = number / WARPS;
   const int g = lane >> 2, j = lane & 3, nblk = ((int)a.k + 31) / 32;
   const int group = SPAN * 8 * NT * 64 + 2 * warp * SPAN * BLOCK<FORMAT>;
-  const int quants = group + j * 64 + g * 8, scales = group + SPAN * QUANTS<FORMAT> + g * 4;
+  const int quants = group + turn_of * QUANTS<FORMAT> + j * 64 + g * 8;
+  const int scales = group + SPAN * QUANTS<FORMAT> + turn_of * 32 + g * 4;
   float* shared_sums = handed + (warp * 8 * NT) * 32 + lane;
   const u32 nibbles = in_register(0x000f000fu);
   Turn turn;
@@ -370,45 +412,47 @@ __device__ __forceinline__ void tiles(const GemmArgs& a, const Share& share, con
     float* flat = &sums[0][0][0];
 #pragma unroll
     for (int i = 0; i < 8 * NT; ++i) flat[i] = 0.f;
+    u64* behind = 0;  // of the slot before, of which the last products may be under way
     for (; unit < share.end && chunk < share.chunks; ++unit, ++chunk) {
       if (unit + 1 == share.end) let_others_start();
-      const int blocks = nblk - chunk * SPAN < SPAN ? nblk - chunk * SPAN : SPAN;
       const char* slot = ring.slots + turn.slot * ring.slot_bytes;
       barrier_wait(ring.full + turn.slot, turn.parity);
-      auto load = [&](int b, Rows* rows) {
+      const SharedRows x = shared_rows(slot + turn_of * 64);
+      const bool whole = nblk - chunk * SPAN >= SPAN;
+      u32 w[2][2][2][4];
+      Rows rows[2];
+      auto load = [&](int i) {
 #pragma unroll
         for (int u = 0; u < 2; ++u)
-          rows[u] = rows_of<FORMAT>(slot + quants + u * SPAN * BLOCK<FORMAT> + b * QUANTS<FORMAT>,
-                                    slot + scales + u * SPAN * BLOCK<FORMAT> + b * 32, SPAN * 32);
+          rows[u] = rows_of<FORMAT>(slot + quants + u * SPAN * BLOCK<FORMAT> + i * TURNS * QUANTS<FORMAT>,
+                                    slot + scales + u * SPAN * BLOCK<FORMAT> + i * TURNS * 32, SPAN * 32);
       };
-      auto add = [&](int b, const Rows* rows, u32 (*w)[2][4]) {
+      auto add = [&](int i, bool more) {
+        const int b = i * TURNS;
+        multiply<FORMAT, NT>(sums, w[i & 1], x, (b >> 1) * (8 * NT * 128) + (b & 1) * 64, more, rows, nibbles, w[~i & 1]);
+      };
+      load(0);
+      unpack_rows<FORMAT>(rows, nibbles, w[0]);
+      if (MINE > 2 || whole) load(1);
+      add(0, MINE > 2 || whole);
+      if (behind && lane == 0) barrier_arrive(behind);
+      if (whole) {
 #pragma unroll
-        for (int u = 0; u < 2; ++u) unpack_rows<FORMAT>(rows[u], nibbles, w[u]);
-        multiply<NT>(sums, w, slot + (b >> 1) * (8 * NT * 128), b & 1);
-      };
-      int b = turn_of;
-      for (; b + turns < blocks; b += 2 * turns) {  // one's weights are unpacked while the other's are multiplied
-        Rows rows[2][2];
-        u32 w[2][2][2][4];
-        load(b, rows[0]);
-        load(b + turns, rows[1]);
-        add(b, rows[0], w[0]);
-        products_but<1>();
-        add(b + turns, rows[1], w[1]);
-        products_but<1>();
+        for (int i = 1; i < MINE; ++i) {
+          if (i + 1 < MINE) load(i + 1);
+          add(i, i + 1 < MINE);
+        }
+      } else {
+        if (MINE > 2) add(1, false);
+        products_but<0>();
       }
-      if (b < blocks) {
-        Rows rows[2];
-        u32 w[2][2][4];
-        load(b, rows);
-        add(b, rows, w);
-      }
-      products_but<0>();
-      __syncwarp();
-      if (lane == 0) barrier_arrive(ring.empty + turn.slot);
+      behind = ring.empty + turn.slot;
       turn.next(ring.depth);
     }
-    if (turns > 1) {
+    products_but<0>();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(behind);
+    if (TURNS > 1) {
       if (turn_of)
 #pragma unroll
         for (int i = 0; i < 8 * NT; ++i) shared_sums[i * 32] = flat[i];
@@ -442,7 +486,8 @@ __device__ __forceinline__ void gemm(const GemmArgs& a) {
     Filler<FORMAT, NT> filler{a, share, ring, warp - MULTIPLY, lane, ((int)a.k + 31) / 32};
     filler.run();
   } else {
-    tiles<FORMAT, NT>(a, share, ring, handed, warp, lane);
+    if (a.warps < MULTIPLY) tiles<FORMAT, NT, 2>(a, share, ring, handed, warp, lane);
+    else tiles<FORMAT, NT, 1>(a, share, ring, handed, warp, lane);
   }
 }
 

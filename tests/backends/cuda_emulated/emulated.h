@@ -241,6 +241,7 @@ static inline void load_matrices(unsigned* d, const char* rows, int c) {
   for (int i = 0; i < 4; ++i) memcpy(d + i, rows + g * 128 + ((c + i) ^ g) * 16 + j * 4, 4);
 }
 static inline float power(float x) { return expf(x); }
+static inline float silu(float x) { return x / (1.f + expf(-x)); }
 static inline unsigned less_eight(unsigned q) { return (q & 0xf0f0f0f0u) ^ 0x80808080u; }
 static inline unsigned bytes_of(unsigned a, unsigned b, unsigned which) {
   const unsigned long long both = (unsigned long long)b << 32 | a;
