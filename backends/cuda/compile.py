@@ -13,11 +13,12 @@ from flashrt.errors import DeviceError
 
 SHARED = ("common.cuh", "packed.cuh")  # what all units begin with
 UNITS = (  # files that are compiled together, the slow ones first
-    ("attention.cu",),
+    ("paged.cuh", "attention.cu"),
     ("linear.cu", "choices.cuh", "experts.cu"),
     ("linear.cu", "linear_kernels.cu"),
     ("gemm.cu",),
     ("choices.cuh", "expert_tiles.cu"),
+    ("paged.cuh", "attention_tensor.cu"),
     ("latent.cu",),
     ("weights.cu", "small.cu", "pairs.cu", "route.cu", "ticks.cu"),
 )

@@ -25,6 +25,7 @@ TURNING = 4  # warps, each with a head to rotate, of a block
 SPLIT = 64  # tokens up to which ranges of keys have blocks of their own
 FULL = 1  # blocks of a processor from which on ranges need none of their own
 WIDEST = 96 << 10  # bytes of pages beyond which a block has two warps instead of four
+READERS, QUERIES = 4, 8  # warps of a block of source/attention_tensor.cu, and queries at most
 
 
 def encode(joint: Joint, ops: Operands) -> list[Step]:
@@ -227,10 +228,22 @@ def _attention(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]
             k=ops.floats(joint.keys.args[0]).address, v=ops.floats(joint.write.args[1]).address,
             table=table.address, half=table.width // 2,
         )  # fmt: skip
+    if not few and bf16 and instr.numerics == ATTENTION_BF16 and not (d | dv | dim) % 8:
+        return [_on_tensor_cores(fields, rows, pairs)]
     grid = (rows, cells, ranges if few else 1)
     shared = warps * page + 4 * together * (64 * pairs + warps * (dim + 18)) + 16
     name, threads = ("attention_few", 32 * warps * together) if few else ("attention", 32 * warps)
     return [launch(f"{name}_{together}_{pairs}", grid, threads, fields, shared)]
+
+
+def _on_tensor_cores(fields: args.Attention, rows: int, pairs: int) -> Step:
+    """A bf16 cache and rounded queries and weights. pairs: width of a head in 64 channels."""
+    width = 64 * pairs
+    ring = (2 if width > 128 else 3) * PAGE * width * 2  # bytes of a warp's
+    shared = READERS * ring + QUERIES * width * 2 + READERS * QUERIES * 8
+    batches = -(-(fields.heads // fields.kv_heads) // QUERIES)
+    grid = (rows, fields.kv_heads * batches)
+    return launch(f"attention_tensor_{pairs}", grid, 32 * READERS, fields, shared)
 
 
 def _scratch(what: str, nbytes: int, ops: Operands) -> int:

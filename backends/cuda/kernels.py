@@ -1,9 +1,9 @@
 """Which kernels run on a GPU, and with which numerics.
 
 The names say in which formats values are held and multiplied, as everywhere; the order in which a sum is
-taken is this backend's own. "act=f32 acc=f32" and attention give the same bits for any number of tokens.
-"act=bf16 acc=f32" doesn't: few tokens meet the weights as they are stored, more of them weights that are
-rounded to bf16, in tiles or in a library's matrix product.
+taken is this backend's own. "act=f32 acc=f32" and attention without "act=bf16" give the same bits for any
+number of tokens. "act=bf16 acc=f32" doesn't: few tokens meet the weights as they are stored, more of them
+weights that are rounded to bf16, in tiles or in a library's matrix product.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def test_every_kernel_waits_for_those_before_it() -> None:
     kernels = source().split('extern "C" __global__')[1:]
     names = (re.findall(r"(\w+)\((?:const __grid_constant__ )?\w+ \w+\)", k)[0] for k in kernels)
     bodies = {name: k.partition("\n}\n")[0] for name, k in zip(names, kernels, strict=True)}
-    templates = r"(linear|attention|gemm|columns|expert_\w+|tiles)<"
+    templates = r"(linear|attention|attention_tensor|gemm|columns|expert_\w+|tiles)<"
     for name, body in bodies.items():
         assert "after_others()" in body or re.search(templates, body), name
     assert "let_others_start" not in bodies["pull"] and len(bodies) > 15

@@ -1,4 +1,4 @@
-// Paged attention, and what stands in front of it. A state is kv[P][2][Hk][16][D], f32 or bf16.
+// Paged attention, and what stands in front of it.
 
 // Rotates queries and keys of a token and writes keys and values into the cache: a warp for each token and head. Any of
 // the three parts may be missing (0 heads).
@@ -93,27 +93,6 @@ extern "C" __global__ void rope(RopeArgs a) {
 // page and query, and the last block that is through merges them; else a warp has a page and all queries, and one
 // block takes range after range: the same sums in the same order. Pages that no token of this step writes are read
 // while the kernel before still runs. One token alone may be rotated and written into the cache here (`k`).
-struct AttentionArgs {
-  const float* q;
-  i64 q_stride, heads, kv_heads, d, dv;
-  char* kv;
-  i64 dim, bf16;
-  const int *positions, *seq, *pages;
-  const i64* page_stride;
-  float* y;
-  i64 y_stride, y_as;           // as `put_some` takes them
-  const float* sinks;
-  double scale, softcap;
-  i64 window, causal, rounded;  // rounded: queries and weights are bf16
-  i64 late;                     // as in RopeArgs
-  const i64* rows;
-  float* parts;                 // [T][kv_heads·batches][ranges][G][dim + 2]: sums, largest, total
-  int* through;                 // [T][kv_heads·batches], 0 before and after
-  const float *k, *v, *table;   // of the only token, not yet in the cache: q and k are to be rotated; or 0
-  i64 half;
-};
-
-constexpr float NEGATIVE = -3.0e38f;  // below every score; a difference of two such is no NaN
 
 // A warp's page in shared memory: 16 keys, then 16 values. A row is padded so that four of them lie in
 // different banks.
@@ -361,6 +340,11 @@ __device__ __forceinline__ void merge_ranges(
   }
 }
 
+// A block takes a range of keys of one token and one key head, 4 pages of 16 (2 of very wide heads); ranges are
+// merged in order. Where few tokens leave the device idle every range has a block of its own with a warp for each
+// page and query, and the last block that is through merges them; else a warp has a page and all queries, and one
+// block takes range after range: the same sums in the same order. Pages that no token of this step writes are read
+// while the kernel before still runs. One token alone may be rotated and written into the cache here (`k`).
 // FEW: every range has a block of its own.
 template <int G, int PAIRS, bool FEW>
 __device__ __forceinline__ void attention(const AttentionArgs& a) {
@@ -504,9 +488,7 @@ __device__ __forceinline__ void attention(const AttentionArgs& a) {
       s.total = __fadd_rn(__fmul_rn(s.total, by), expf(sink - top));
     }
     const float v = __fdiv_rn(s.value, s.total);
-    const int to = (first_q + g) * dv + c;
-    if (a.y_as > 1) ((u16*)a.y)[in_tiles(t, to & ~1, a.y_stride, a.y_as) + (to & 1)] = (u16)bf16_of(v);
-    else put_as(a.y, (i64)t * a.y_stride + to, v, a.y_as);
+    put_one(a.y, t, (first_q + g) * dv + c, a.y_stride, a.y_as, v);
   }
 }
 

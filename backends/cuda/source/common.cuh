@@ -132,6 +132,22 @@ __device__ __forceinline__ void load_matrices(u32* d, const char* rows, int c) {
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
                : "r"(shared_address(rows) + row * 128 + (((lane >> 3) + c ^ row) << 4)) : "memory");
 }
+// Of four 8×8 matrices of 2-byte elements: words of a lane as operands of `mma`, elements 2·(lane % 4) and the next one of
+// row lane / 4, or of the same column. row: lane l's is row l % 8 of matrix l / 8, 16 bytes.
+__device__ __forceinline__ void load_rows(u32* d, const char* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(shared_address(row)) : "memory");
+}
+__device__ __forceinline__ void load_columns(u32* d, const char* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(shared_address(row)) : "memory");
+}
+// Words of rows of an 8×8 matrix, as `mma` gives them: those of its columns.
+__device__ __forceinline__ u32 transposed(u32 words) {
+  u32 d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(words));
+  return d;
+}
 // Before a barrier is told that shared memory is written which tensor cores read by themselves.
 __device__ __forceinline__ void written_for_tensor_cores() {
 #if __CUDA_ARCH__ >= 900
@@ -342,6 +358,11 @@ __device__ __forceinline__ void put_some(
 #pragma unroll
     for (int i = 0; i < N; ++i) if (i < some) y[at + i] = v[i];
   }
+}
+
+__device__ __forceinline__ void put_one(float* y, i64 token, i64 channel, i64 stride, i64 as, float v) {
+  if (as > 1) ((u16*)y)[in_tiles(token, channel & ~1ll, stride, as) + (channel & 1)] = (u16)bf16_of(v);
+  else put_as(y, token * stride + channel, v, as);
 }
 
 __device__ __forceinline__ float element(const char* p, i64 i, int format) {

@@ -38,6 +38,19 @@ struct Barrier {
 struct Warp {
   Barrier barrier;
   unsigned box[32], a[32][4], b[32][2];
+  const char* rows[32];
+};
+// Copies into shared memory that a thread hasn't waited for yet, in batches that end at `ends`.
+struct Copies {
+  struct Copy { void* to; const void* from; };
+  std::vector<Copy> copies;
+  std::vector<size_t> ends;
+  void make(size_t count) {
+    for (size_t i = 0; i < count; ++i)
+      if (copies[i].from) memcpy(copies[i].to, copies[i].from, 16);
+      else memset(copies[i].to, 0, 16);
+    copies.erase(copies.begin(), copies.begin() + count);
+  }
 };
 struct Block {
   Index at;
@@ -46,6 +59,7 @@ struct Block {
   char* stacks = nullptr;  // not a vector: most of it is never touched
   size_t stack_bytes = 0;
   std::vector<Warp> warps;
+  std::vector<Copies> copies;
   Barrier all, named[16];
   unsigned left, round;
 };
@@ -91,6 +105,7 @@ static void begin(Block& b, unsigned threads) {
   }
   b.shared.assign(272 << 10, (char)0xff);
   b.done.assign(threads, 0);
+  b.copies.assign(threads, Copies());
   b.warps.assign((threads + 31) / 32, Warp());
   b.all = Barrier();
   b.all.alive = b.left = threads;
@@ -212,13 +227,22 @@ static inline void after_others() {}
 static inline void let_others_start() {}
 static inline void __syncwarp() { emulated::meet(emulated::warp().barrier); }
 static inline int __float2int_rn(float f) { return (int)lrintf(f); }
-// Copies are there at once.
+// Copies are made when the thread that began them waits for them; until then no number lies there.
+static inline emulated::Copies& copies() { return emulated::block->copies[emulated::current]; }
 static inline void copy_ahead(void* to, const void* from, bool in) {
   if ((uintptr_t)to % 16 || (uintptr_t)from % 16) abort();
-  if (in) memcpy(to, from, 16);
-  else memset(to, 0, 16);
+  memset(to, 0xff, 16);
+  copies().copies.push_back({to, in ? from : nullptr});
 }
-static inline void copies_end() {}
+static inline void copies_end() { copies().ends.push_back(copies().copies.size()); }
+template <int N> static inline void copies_but() {
+  emulated::Copies& c = copies();
+  if (c.ends.size() <= N) return;
+  const size_t through = c.ends.size() - N, made = c.ends[through - 1];
+  c.make(made);
+  c.ends.erase(c.ends.begin(), c.ends.begin() + through);
+  for (size_t& end : c.ends) end -= made;
+}
 // bytes: arrivals still to come (two), how many there are in a phase (two), the phase
 static inline void barrier_make(unsigned long long* b, int arrivals) {
   *b = (unsigned long long)arrivals << 16 | (unsigned)arrivals;
@@ -228,17 +252,40 @@ static inline void barrier_arrive(unsigned long long* b) {
   if ((--*b & 0xffff) == 0) *b = ((*b >> 32) ^ 1) << 32 | (*b & 0xffff0000) | (*b >> 16 & 0xffff);
 }
 constexpr int FILLERS = 32;
-static inline void barrier_copied(unsigned long long* b) { barrier_arrive(b); }
+static inline void barrier_copied(unsigned long long* b) {
+  copies().make(copies().copies.size());
+  copies().ends.clear();
+  barrier_arrive(b);
+}
 static inline void barrier_wait(const unsigned long long* b, unsigned parity) {
   for (bool again = false; (unsigned)(*(const volatile unsigned long long*)b >> 32) == parity; again = true)
     emulated::yield(again);
 }
-template <int N> static inline void copies_but() {}
 static inline void written_for_tensor_cores() {}
 template <int N> static inline void products_but() {}
 static inline void load_matrices(unsigned* d, const char* rows, int c) {
   const int g = threadIdx.x % 32 / 4, j = threadIdx.x % 4;
   for (int i = 0; i < 4; ++i) memcpy(d + i, rows + g * 128 + ((c + i) ^ g) * 16 + j * 4, 4);
+}
+static inline void load_matrices_of(unsigned* d, const char* row, bool columns) {
+  emulated::Warp& w = emulated::warp();
+  const int lane = threadIdx.x % 32, g = lane / 4, j = lane % 4;
+  if ((uintptr_t)row % 16) abort();
+  w.rows[lane] = row;
+  emulated::meet(w.barrier);
+  for (int i = 0; i < 4; ++i)
+    for (int e = 0; e < 2; ++e) {
+      const int r = columns ? 2 * j + e : g, c = columns ? g : 2 * j + e;
+      memcpy((char*)(d + i) + 2 * e, w.rows[8 * i + r] + 2 * c, 2);
+    }
+  emulated::meet(w.barrier);
+}
+static inline void load_rows(unsigned* d, const char* row) { load_matrices_of(d, row, false); }
+static inline void load_columns(unsigned* d, const char* row) { load_matrices_of(d, row, true); }
+static inline unsigned transposed(unsigned words) {
+  const int g = threadIdx.x % 32 / 4, j = threadIdx.x % 4;
+  const unsigned near = exchanged(words, 8 * j + g / 2), far = exchanged(words, 8 * j + 4 + g / 2);
+  return (near >> 16 * (g % 2) & 0xffff) | (far >> 16 * (g % 2) & 0xffff) << 16;
 }
 static inline float power(float x) { return expf(x); }
 static inline float silu(float x) { return x / (1.f + expf(-x)); }
