@@ -116,6 +116,7 @@ class Gemm(NamedTuple):
     warps: int
     slot_bytes: int
     depth: int
+    together: int
     counts: int
     sums: int
 

@@ -24,6 +24,9 @@ FORMATS = {"f32": 0, "f16": 1, "bf16": 2, "q4.16x32": 4, "q4m.16x32": 5, "q8.16x
 TURNING = 4  # warps, each with a head to rotate, of a block
 SPLIT = 64  # tokens up to which ranges of keys have blocks of their own
 FULL = 1  # blocks of a processor from which on ranges need none of their own
+FULL_TENSOR = (
+    1 / 3
+)  # the same, where tensor cores multiply: 2.2 us a token and 512 keys, or 12.5 for up to 16
 WIDEST = 96 << 10  # bytes of pages beyond which a block has two warps instead of four
 READERS, QUERIES = 4, 8  # warps of a block of source/attention_tensor.cu, and queries at most
 
@@ -208,7 +211,9 @@ def _attention(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]
     if not pairs or d % 2 or dv % 2:
         raise PlanError(f"{ops.device}: heads of {d} and {dv} channels; even numbers up to 256 can run here")
     rows, (together, cells, page, warps, ranges, sums) = ops.number(q.rows), _ranges(instr, ops)
-    split = ranges > 1 and rows <= SPLIT and rows * cells < FULL * ops.limits.processors and sums <= ROOM
+    tensor = bf16 and instr.numerics == ATTENTION_BF16 and not (d | dv | dim) % 8
+    full = (FULL_TENSOR if tensor else FULL) * ops.limits.processors
+    split = ranges > 1 and rows <= SPLIT and rows * cells < full and sums <= ROOM
     parts = through = 0
     few = split or joint.queries is not None
     if few:
@@ -228,7 +233,7 @@ def _attention(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]
             k=ops.floats(joint.keys.args[0]).address, v=ops.floats(joint.write.args[1]).address,
             table=table.address, half=table.width // 2,
         )  # fmt: skip
-    if not few and bf16 and instr.numerics == ATTENTION_BF16 and not (d | dv | dim) % 8:
+    if tensor and not few:
         return [_on_tensor_cores(fields, rows, pairs)]
     grid = (rows, cells, ranges if few else 1)
     shared = warps * page + 4 * together * (64 * pairs + warps * (dim + 18)) + 16

@@ -133,7 +133,7 @@ def test_a_result_may_be_rounded(gpu: CudaDevice, launched: list[Launch]) -> Non
     text = text.replace("block sinks", "slot %7 cpu:0 bf16[32*ceildiv(T,32),128]\nblock sinks", 1)
     text += f"quantize {AT} src=%6 dst=%7 scheme=bf16\n"
     check(gpu, text, step_of(4, 2, 32, 32, LENGTHS, TOKENS), 7)
-    assert launched and all(args.Attention(*step.fields).y_bf16 for step in launched)  # type: ignore[arg-type]
+    assert launched and all(args.Attention(*step.fields).y_as for step in launched)  # type: ignore[arg-type]
 
 
 def test_a_warp_has_more_pages_than_entries_of_the_table_at_once(

@@ -235,7 +235,7 @@ def test_any_number_of_blocks_shares_the_work(
     gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, layout: str, processors: int
 ) -> None:
     """Several tiles for a block, several blocks for a tile, more blocks than work; the same in every step and
-    in whatever order warps run, with the smallest ring."""
+    in whatever order warps run, with the smallest ring; whether blocks wait for each other or not."""
     n, k, t = 272, 704, 19
     x, w = r(t, k), packed(layout, n, k)
     on(monkeypatch, gpu, processors, shared=99 * KIB)
@@ -243,8 +243,9 @@ def test_any_number_of_blocks_shares_the_work(
     first = run(gpu, text, {0: x}, {"w": w}, T=t, times=2)
     want = bf16(x).astype(np.float64) @ weights(layout, w, n, k).T.astype(np.float64)
     close(first.read(1), want.astype(np.float32))
-    for down, late in [(1, -1), (0, 8), (1, 3)]:
+    for down, late, together in [(1, -1, True), (0, 8, True), (1, 3, True), (0, -1, False), (1, 2, False)]:
+        on(monkeypatch, gpu, processors, shared=99 * KIB, together=together)
         in_turns(gpu, down, late)
-        again = run(gpu, text, {0: x}, {"w": w}, T=t)
+        again = run(gpu, text, {0: x}, {"w": w}, T=t, times=2)
         in_turns(gpu, 0, -1)
-        assert bits(again, 1) == bits(first, 1), (down, late)
+        assert bits(again, 1) == bits(first, 1), (down, late, together)

@@ -88,12 +88,6 @@ extern "C" __global__ void rope(RopeArgs a) {
   head.run(a, threadIdx.x & 31);
 }
 
-// A block takes a range of keys of one token and one key head, 4 pages of 16 (2 of very wide heads); ranges are
-// merged in order. Where few tokens leave the device idle every range has a block of its own with a warp for each
-// page and query, and the last block that is through merges them; else a warp has a page and all queries, and one
-// block takes range after range: the same sums in the same order. Pages that no token of this step writes are read
-// while the kernel before still runs. One token alone may be rotated and written into the cache here (`k`).
-
 // A warp's page in shared memory: 16 keys, then 16 values. A row is padded so that four of them lie in
 // different banks.
 struct Page {

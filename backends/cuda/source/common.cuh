@@ -148,12 +148,6 @@ __device__ __forceinline__ u32 transposed(u32 words) {
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(words));
   return d;
 }
-// Before a barrier is told that shared memory is written which tensor cores read by themselves.
-__device__ __forceinline__ void written_for_tensor_cores() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async;" ::: "memory");
-#endif
-}
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define WGMMA 1
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -165,9 +159,9 @@ __device__ __forceinline__ void products_but() { asm volatile("wgmma.wait_group.
 // Rows in shared memory as tensor cores are told of them; the same for all threads of a warp, and known to be. 16 bytes
 // further it is 1 more.
 typedef u64 SharedRows;
-__device__ __forceinline__ SharedRows shared_rows(const char* b) {
+__device__ __forceinline__ SharedRows shared_rows(const char* at, int chunk) {
   // 8 rows of 128 bytes are 1024 bytes apart from the next ones; chunks are swizzled
-  const u32 there = __shfl_sync(0xffffffffu, shared_address(b) >> 4 & 0x3fff, 0);
+  const u32 there = __shfl_sync(0xffffffffu, (shared_address(at) >> 4) + chunk & 0x3fff, 0);
   return (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | there;
 }
 // d += a·b for the 64 rows of four warps, 16 inputs and 8·NT tokens: b is laid out as `load_matrices` takes it.
@@ -195,8 +189,6 @@ __device__ __forceinline__ void wgmma(float* d, const u32* a, SharedRows rows) {
 }
 #undef SUMS_8
 #else
-typedef const char* SharedRows;
-__device__ __forceinline__ SharedRows shared_rows(const char* b) { return b; }
 template <int N>
 __device__ __forceinline__ void products_but() {}
 #endif

@@ -261,7 +261,6 @@ static inline void barrier_wait(const unsigned long long* b, unsigned parity) {
   for (bool again = false; (unsigned)(*(const volatile unsigned long long*)b >> 32) == parity; again = true)
     emulated::yield(again);
 }
-static inline void written_for_tensor_cores() {}
 template <int N> static inline void products_but() {}
 static inline void load_matrices(unsigned* d, const char* rows, int c) {
   const int g = threadIdx.x % 32 / 4, j = threadIdx.x % 4;
