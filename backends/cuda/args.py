@@ -116,7 +116,6 @@ class Gemm(NamedTuple):
     warps: int
     slot_bytes: int
     depth: int
-    together: int
     counts: int
     sums: int
 

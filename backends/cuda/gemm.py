@@ -76,7 +76,7 @@ def gemm(joint: Joint, ops: Operands, acts: Mapping[str, int]) -> list[Step]:
         y.address, y.stride, how, ops.vector(joint.main.bias),
         residual.address if residual else 0, residual.stride if residual else 0,
         acts[str(gated.attr("act"))] if gated else 0, ops.rows(rows),
-        tile.warps, tile.slot, tile.depth, int(ops.limits.together), counts.data_ptr(), sums,
+        tile.warps, tile.slot, tile.depth, counts.data_ptr(), sums,
     )  # fmt: skip
     name = f"gemm_{NAMES[w.layout.name]}_{tile.eights}"
     return [*steps, launch(name, (blocks,), THREADS, fields, tile.shared)]

@@ -45,7 +45,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         found.append(step)
         return step
 
-    monkeypatch.setattr(encode, "FULL", 0)
+    monkeypatch.setattr(encode, "FULL_TENSOR", 0)
     monkeypatch.setattr(encode, "_on_tensor_cores", kept)
     return found
 

@@ -1,13 +1,12 @@
-// y = x·wᵀ (+ bias) (+ residual) of bf16 activations for some more tokens: weights are unpacked in registers, to the bf16
-// that `unpack` makes of them, and meet tiles of tokens on tensor cores.
+// y = x·wᵀ (+ bias) (+ residual) of bf16 activations for some more tokens: weights are unpacked in registers, rounded to
+// bf16, and meet tiles of tokens on tensor cores. Of q4 the scales are rounded, too: unpacking takes as long as products.
 //
 // A tile is 32 channels for each of `warps` warps and 8·NT tokens. With fewer than eight such warps, two share channels
 // and take turns with the inputs: the second one hands its sums to the first. Four more warps fill a ring in shared
 // memory with weights and activations; weights are on their way while the kernel before ends.
 //
 // All tiles' inputs, in slots of the ring, are dealt out to the blocks as evenly as can be, one tile behind the other. A
-// tile that several blocks have a part in is added up in their order: by all of them, each some tokens, when they are
-// through with everything else; where blocks may not wait for each other, by the last that is through.
+// tile that several blocks have a part in is added up, in their order, by the last that is through.
 //
 // With `act`, a warp's channels are 16 of the gate and the same 16 of up: y = act(gate)·up.
 
@@ -25,9 +24,7 @@ struct GemmArgs {
   const i64* rows;           // tokens in this step
   i64 warps;                 // with channels of their own: 8 or 4
   i64 slot_bytes, depth;     // of the ring
-  i64 together;              // whether blocks may wait for each other
-  int* counts;               // [blocks][8], 0 before and after: parts that are there of the tile that begins in a block and ends
-                             // in another, and then blocks that have added up their share of it
+  int* counts;               // [blocks][8], zeros: parts that are through of the tile that begins in a block and ends in another
   float4* sums;              // [blocks][2][warps][2·NT][32]: of a tile that began in a block before, or in this one
 };
 
@@ -178,15 +175,12 @@ __device__ __forceinline__ void unpack_row(const Rows& rows, int r, u32 nibbles,
   const float scale = half_to_float((u16)(r ? rows.scales >> 16 : rows.scales));
   const u32 word = r ? rows.q.y : rows.q.x;
   if constexpr (FORMAT == 4) {
-    // the scale in two parts, which make exact products with −8…7: only the sum of both is rounded
-    const u32 whole = __float_as_uint(scale), rest = __float_as_uint(scale - __uint_as_float(whole & 0xffff0000u));
-    const u32 high = bytes_of(whole, whole, 0x3232), low = bytes_of(rest, rest, 0x3232);
-    const u32 w = bytes_of(word, 0, 0x3120);
+    const u32 both = pair_of(scale, scale), w = bytes_of(word, 0, 0x3120);
     u32 pairs[4];  // inputs 0 1, 4 5, 2 3, 6 7
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       const u32 v = add_bf16x2(w >> 4 * p & nibbles | 0x43004300u, 0xc308c308u);  // 128 + q − 136
-      pairs[p] = fma_bf16x2(v, high, fma_bf16x2(v, low, 0x80008000u));
+      pairs[p] = fma_bf16x2(v, both, 0x80008000u);
     }
     a[0][r] = pairs[0]; a[0][2 + r] = pairs[2];
     a[1][r] = pairs[1]; a[1][2 + r] = pairs[3];
@@ -253,8 +247,8 @@ __device__ __forceinline__ void multiply(
 #endif
 }
 
-// What becomes of two neighbouring channels of a lane's tokens, of which token t is `first` + t. Without `even` one of the
-// two may be missing, or lie where two can't be read or written at once.
+// Where two neighbouring channels of a lane's tokens are written, and what is added to them: token first + 8·t + e is at
+// to[e] + t·step. Without `even` one of the two may be missing, or lie where two can't be written at once.
 template <int NT>
 struct Writer {
   static constexpr int AT_ONCE = NT < 4 ? NT : 4;
@@ -268,43 +262,37 @@ struct Writer {
     even = !((a.n | a.y_stride | a.residual_stride) & 1) && !(((u64)a.y | (u64)a.residual) & 7);
   }
 
-  __device__ __forceinline__ i64 place(i64 token, i64 channel) const {
-    return a.y_as > 1 ? in_tiles(token, channel, a.y_stride, a.y_as) : token * a.y_stride + channel;
-  }
-
-  // Of one token.
-  __device__ __forceinline__ void one(int t, i64 channel, float v, float next) const {
-    if (t >= left || channel >= a.n) return;
-    const i64 token = first + t, at = place(token, channel);
-    const float* more = a.residual + token * a.residual_stride + channel;
-    const bool two = channel + 1 < a.n;
-    if (a.residual) { v += more[0]; next += two ? more[1] : 0.f; }
-    put_as(a.y, at, v, a.y_as);
-    if (two) put_as(a.y, at + 1, next, a.y_as);
-  }
-
-  // Of all tokens. sums: [NT][4]
-  __device__ __forceinline__ void all(i64 channel, const float* sums, float bias, float next) const {
-    if (channel >= a.n) return;
-    if (!even) {
+  __device__ __forceinline__ void one_by_one(i64 channel, const float* sums, float bias, float next) const {
 #pragma unroll 1
-      for (int i = 0; i < 2 * NT; ++i) {
-        float v[2] = {bias, next};
+    for (int i = 0; i < 2 * NT; ++i) {
+      const i64 token = first + (i >> 1) * 8 + (i & 1);
+      float v[2] = {bias, next};
 #pragma unroll
-        for (int t = 0; t < 2 * NT; ++t)  // registers can't be indexed
-          if (t == i) { v[0] += sums[(t >> 1) * 4 + (t & 1)]; v[1] += sums[(t >> 1) * 4 + 2 + (t & 1)]; }
-        one((i >> 1) * 8 + (i & 1), channel, v[0], v[1]);
-      }
-      return;
+      for (int t = 0; t < 2 * NT; ++t)  // registers can't be indexed
+        if (t == i) { v[0] += sums[(t >> 1) * 4 + (t & 1)]; v[1] += sums[(t >> 1) * 4 + 2 + (t & 1)]; }
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if ((i >> 1) * 8 + (i & 1) < left && channel + e < a.n) {
+          if (a.residual) v[e] += a.residual[token * a.residual_stride + channel + e];
+          const i64 at = a.y_as > 1 ? in_tiles(token, channel, a.y_stride, a.y_as) : token * a.y_stride + channel;
+          put_as(a.y, at + e, v[e], a.y_as);
+        }
     }
+  }
+
+  // sums: [NT][4], of a group of channels
+  __device__ __forceinline__ void write(i64 channel, const float* sums, float bias, float next) const {
+    if (channel >= a.n) return;
+    if (!even) { one_by_one(channel, sums, bias, next); return; }
     char* to[2];
     const float* more[2];
     const int size = a.y_as ? 2 : 4;
     const i64 step = a.y_as > 1 ? 1024 : 8 * a.y_stride * size, more_step = 8 * a.residual_stride;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      to[e] = (char*)a.y + place(first + e, channel) * size;
-      more[e] = a.residual + (first + e) * a.residual_stride + channel;
+      const i64 token = first + e;
+      to[e] = (char*)a.y + (a.y_as > 1 ? in_tiles(token, channel, a.y_stride, a.y_as) : token * a.y_stride + channel) * size;
+      more[e] = a.residual + token * a.residual_stride + channel;
     }
 #pragma unroll
     for (int begin = 0; begin < NT; begin += AT_ONCE) {
@@ -334,22 +322,11 @@ struct Writer {
   }
 };
 
-__device__ __forceinline__ float of_gate(float x, int act) { return act == 1 ? silu(x) : activated(x, act); }
-
-// The first of a lane's two channels in group u of a warp.
-__device__ __forceinline__ i64 channel_of(const GemmArgs& a, const Share& share, int tile, int warp, int lane, int u) {
-  const i64 own = tile / share.columns * (int)a.warps + warp;
-  return (a.second ? own * 16 : own * 32 + u * 16) + 2 * (lane >> 2);
-}
-
-__device__ __forceinline__ float bias_of(const GemmArgs& a, i64 channel) {
-  return a.bias && channel < a.n ? a.bias[channel] : 0.f;
-}
-
 // What a multiplying warp does with the sums of a whole tile.
 template <int NT>
 __device__ __forceinline__ void write_tile(
     const GemmArgs& a, const Share& share, int tile, int warp, int lane, float (*sums)[NT][4]) {
+  const int g = lane >> 2, own = tile / share.columns * (int)a.warps + warp;
   const Writer<NT> writer(a, share, tile, lane & 3);
   if (a.second) {
     float* gate = &sums[0][0][0];
@@ -371,96 +348,53 @@ __device__ __forceinline__ void write_tile(
     }
 #pragma unroll
     for (int i = 0; i < 4 * NT; ++i) gate[i] = __fmul_rn(gate[i], up[i]);
-    writer.all(channel_of(a, share, tile, warp, lane, 0), gate, 0.f, 0.f);
+    writer.write((i64)own * 16 + 2 * g, gate, 0.f, 0.f);
     return;
   }
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
-    const i64 channel = channel_of(a, share, tile, warp, lane, u);
-    writer.all(channel, &sums[u][0][0], bias_of(a, channel), bias_of(a, channel + 1));
+    const i64 channel = (i64)own * 32 + u * 16 + 2 * g;
+    const float bias = a.bias && channel < a.n ? a.bias[channel] : 0.f;
+    const float next = a.bias && channel + 1 < a.n ? a.bias[channel + 1] : 0.f;
+    writer.write(channel, &sums[u][0][0], bias, next);
   }
 }
 
-// A tile that blocks `from` to `to` have parts in, as one of their warps sees it.
+// A warp's sums of its block's part of a tile → those of the whole tile, in the warp that is through last: true for that.
 template <int NT>
-struct Parts {
-  const GemmArgs& a;
-  const Share& share;
-  int tile, warp, lane, from, to;
-
-  __device__ __forceinline__ Parts(const GemmArgs& a, const Share& share, int tile, int warp, int lane)
-      : a(a), share(share), tile(tile), warp(warp), lane(lane), from(share.owner(tile * share.chunks)),
-        to(share.owner((tile + 1) * share.chunks - 1)) {}
-  __device__ __forceinline__ int* count() const { return a.counts + from * MULTIPLY + warp; }
-  __device__ __forceinline__ float4* of(int block) const {
-    return a.sums + (((i64)block * 2 + (block == from)) * (int)a.warps + warp) * 2 * NT * 32 + lane;
+__device__ __forceinline__ bool whole_tile(
+    const GemmArgs& a, const Share& share, int tile, int warp, int lane, float (*sums)[NT][4]) {
+  const int from = share.owner(tile * share.chunks), to = share.owner((tile + 1) * share.chunks - 1);
+  if (from == to) return true;
+  const int warps = (int)a.warps;
+  auto part = [&](int block) { return a.sums + (((i64)block * 2 + (block == from)) * warps + warp) * 2 * NT * 32 + lane; };
+  float4* mine = part(blockIdx.x);
+  float* flat = &sums[0][0][0];
+#pragma unroll
+  for (int i = 0; i < 2 * NT; ++i) {
+    const float4 v = {flat[4 * i], flat[4 * i + 1], flat[4 * i + 2], flat[4 * i + 3]};
+    mine[i * 32] = v;
   }
-
-  // Counts this block in, with its part or, later, its share of the tile: how many had been before.
-  __device__ __forceinline__ int counted() const {
-    int before = 0;
-    __syncwarp();
-    if (lane == 0) before = count_in(count());
-    return __shfl_sync(0xffffffffu, before, 0);
-  }
-
-  // Puts this block's part where the others find it: whether it is the last one.
-  __device__ __forceinline__ bool hand_in(const float* flat) const {
-    float4* mine = of(blockIdx.x);
+  __threadfence();
+  __syncwarp();
+  int* count = a.counts + from * MULTIPLY + warp;
+  int before = 0;
+  if (lane == 0) before = atomicAdd(count, 1);
+  if (__shfl_sync(0xffffffffu, before, 0) < to - from) return false;
+  __threadfence();
+  if (lane == 0) *count = 0;
+#pragma unroll
+  for (int i = 0; i < 8 * NT; ++i) flat[i] = 0.f;
+  for (int block = from; block <= to; ++block) {
+    const float4* theirs = part(block);
 #pragma unroll
     for (int i = 0; i < 2 * NT; ++i) {
-      const float4 v = {flat[4 * i], flat[4 * i + 1], flat[4 * i + 2], flat[4 * i + 3]};
-      mine[i * 32] = v;
-    }
-    __threadfence();
-    return counted() == to - from;
-  }
-
-  // Adds up and writes the eights of tokens from lo on, before hi.
-  __device__ __forceinline__ void add_up(int lo, int hi) const {
-    constexpr int AT_ONCE = 6;  // parts that are on their way together
-    const Writer<NT> writer(a, share, tile, lane & 3);
-#pragma unroll 1
-    for (int t = lo; t < hi; ++t) {
-      float all[2][4] = {};
-#pragma unroll 1
-      for (int block = from; block <= to; block += AT_ONCE) {
-        float4 v[AT_ONCE][2];
-#pragma unroll
-        for (int e = 0; e < AT_ONCE; ++e)
-#pragma unroll
-          for (int u = 0; u < 2; ++u)
-            if (block + e <= to) v[e][u] = from_others(of(block + e) + (u * NT + t) * 32);
-#pragma unroll
-        for (int e = 0; e < AT_ONCE; ++e)
-#pragma unroll
-          for (int u = 0; u < 2; ++u)
-            if (block + e <= to) { all[u][0] += v[e][u].x; all[u][1] += v[e][u].y; all[u][2] += v[e][u].z; all[u][3] += v[e][u].w; }
-      }
-      if (a.second)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) all[0][i] = __fmul_rn(of_gate(all[0][i], (int)a.act), all[1][i]);
-#pragma unroll
-      for (int u = 0; u < 2; ++u) {
-        const i64 channel = channel_of(a, share, tile, warp, lane, u);
-        const float bias = bias_of(a, channel), next = bias_of(a, channel + 1);
-        if (u == 0 || !a.second)
-          for (int e = 0; e < 2; ++e) writer.one(t * 8 + e, channel, all[u][e] + bias, all[u][2 + e] + next);
-      }
+      const float4 v = from_others(theirs + i * 32);
+      flat[4 * i] += v.x; flat[4 * i + 1] += v.y; flat[4 * i + 2] += v.z; flat[4 * i + 3] += v.w;
     }
   }
-
-  // What falls to this block of it. last: its part was the last one.
-  __device__ __forceinline__ void finish(bool last) const {
-    const int many = to - from + 1, own = a.together ? (int)blockIdx.x - from : 0, of = a.together ? many : 1;
-    if (!a.together && !last) return;
-    if (lane == 0)
-      while ((int)word_now((const u32*)count()) < many) {}
-    __syncwarp();
-    add_up(NT * own / of, NT * (own + 1) / of);
-    if (counted() == many + of - 1 && lane == 0) *count() = 0;
-  }
-};
+  return true;
+}
 
 // What the multiplying warps do. TURNS: warps that share channels: each has every other block then. handed:
 // [warps][8·NT][32], for their sums.
@@ -474,7 +408,6 @@ __device__ __forceinline__ void tiles(const GemmArgs& a, const Share& share, con
   const int scales = group + SPAN * QUANTS<FORMAT> + turn_of * 32 + g * 4;
   float* shared_sums = handed + (warp * 8 * NT) * 32 + lane;
   const u32 nibbles = in_register(0x000f000fu);
-  int came_last = 0;  // bits: to the tile that began in a block before, to the one that ends in a later one
   Turn turn;
   after_others();
   for (int unit = share.begin; unit < share.end;) {
@@ -535,16 +468,7 @@ __device__ __forceinline__ void tiles(const GemmArgs& a, const Share& share, con
       meet(1 + warp, 64);
       if (turn_of) continue;
     }
-    const Parts<NT> parts(a, share, tile, warp, lane);
-    if (parts.from == parts.to) write_tile<NT>(a, share, tile, warp, lane, sums);
-    else if (parts.hand_in(flat)) came_last |= parts.from == (int)blockIdx.x ? 2 : 1;
-  }
-  if (turn_of && TURNS > 1) return;
-  const int first = share.begin / share.chunks, last = (share.end - 1) / share.chunks;
-#pragma unroll 1
-  for (int n = 0; n < (first < last ? 2 : 1); ++n) {
-    const Parts<NT> parts(a, share, n ? last : first, warp, lane);
-    if (parts.from < parts.to) parts.finish(came_last & (parts.from == (int)blockIdx.x ? 2 : 1));
+    if (whole_tile<NT>(a, share, tile, warp, lane, sums)) write_tile<NT>(a, share, tile, warp, lane, sums);
   }
 }
 

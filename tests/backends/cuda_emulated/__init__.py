@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from flashrt.backend import U8, Rect
-from flashrt.backends.cuda.args import Carry, Gemm, Launch
+from flashrt.backends.cuda.args import Carry, Launch
 from flashrt.backends.cuda.compile import source
 from flashrt.backends.cuda.operands import Limits
 
@@ -162,8 +162,6 @@ class EmulatedDriver:
 
 def _together(launch: Launch) -> bool:
     """Whether blocks wait for each other."""
-    if re.match(r"gemm_[a-z0-9]+_[248]$", launch.kernel):
-        return bool(Gemm(*launch.fields).together)  # type: ignore[arg-type]
     several = re.match(r"linear_[a-z0-9]+_[124]$", launch.kernel) is not None
     return several and launch.fields[0] > 1
 
