@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flashrt.backends.cuda import CudaDevice, args, gemm
+from flashrt.backends.cuda import CudaDevice, args, code, gemm
 from flashrt.backends.cuda.args import Launch, Step
 from flashrt.backends.cuda.operands import Limits, Matrix, Operands
-from flashrt.ir.ops import LINEAR_BF16
+from flashrt.ir.ops import ATTENTION_BF16, LINEAR_BF16
 from flashrt.layouts import LAYOUTS, U8, pack_plain, unpack
 from tests.backends.cpu_streams import packed
 from tests.backends.cuda_streams import F32, DeviceMemory, agree, guard_intact, in_turns, run
-from tests.backends.kernel_texts import AT
+from tests.backends.kernel_texts import AT, attention_text
 
 RNG = np.random.default_rng(11)
 EXACT = 'numerics="acc=f32"'
@@ -228,6 +228,103 @@ def test_gate_and_up(
         close(memory.read(4)[:t, :n].astype(np.float32), want, 4e-3)
     else:
         close(memory.read(3), want, 6e-6)
+
+
+NORMED = f"""slot %5 cpu:0 f32[T,128]
+dispatch {AT} kernel=rms_norm args=[%0] dst=%5 attrs={{eps=1e-05}} {EXACT}
+"""
+BY_HEADS = f"""slot %5 cpu:0 f32[T,128]
+dispatch {AT} kernel=rms_norm args=[%0] dst=%5 attrs={{eps=1e-05,width=8}} {EXACT}
+"""
+BY_ODD_HEADS = BY_HEADS.replace("width=8", "width=4")
+GATED = f"""slot %6 cpu:0 f32[T,256]
+slot %5 cpu:0 f32[T,128]
+dispatch {AT} kernel=gated args=[%6[0:128],%6[128:256]] dst=%5 attrs={{act="silu"}} {EXACT}
+"""
+ACTIVATED = f"""slot %5 cpu:0 f32[T,128]
+dispatch {AT} kernel=activation args=[%0] dst=%5 attrs={{act="gelu"}} {EXACT}
+"""
+PLAIN = "slot %5 cpu:0 f32[T,128]\n"
+
+
+@pytest.mark.parametrize("layout", gemm.NAMES)
+@pytest.mark.parametrize("maker", [PLAIN, NORMED, BY_HEADS, BY_ODD_HEADS, GATED, ACTIVATED])
+def test_whoever_makes_activations_writes_them_in_tiles(
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, layout: str, maker: str
+) -> None:
+    """The same bits as when they are put in order by a kernel of their own; heads that end within eight
+    channels are."""
+    n, k, t = 72, 128, 21
+    text = product(layout, n, k, "").replace("src=%0", "src=%5").replace("quantize", maker + "quantize", 1)
+    x, both, w = r(t, k), r(t, 2 * k), packed(layout, n, k)
+    ordered = list[int]()
+    make = gemm.gemm
+
+    def counted(*given: Any) -> list[Step]:
+        steps = make(*given)
+        ordered.append(len(steps) - 1)
+        return steps
+
+    monkeypatch.setattr(gemm, "gemm", counted)
+    values = {0: x} | ({6: both} if maker == GATED else {5: x} if maker == PLAIN else {})
+    in_tiles = run(gpu, text, values, {"w": w}, T=t)
+    monkeypatch.setattr(code, "in_tiles", lambda *given: {})
+    apart = run(gpu, text, values, {"w": w}, T=t)
+    assert ordered == [int(maker == BY_ODD_HEADS), 1]
+    assert bits(in_tiles, 1) == bits(apart, 1) and guard_intact(in_tiles)
+    want = apart.read(3)[:t].astype(np.float64) @ weights(layout, w, n, k).T.astype(np.float64)
+    close(in_tiles.read(1), want.astype(np.float32))
+
+
+@pytest.mark.parametrize("second", ["q4m.16x32", "q8.16x32"])
+def test_weights_that_want_another_order_have_their_own(
+    gpu: CudaDevice, launched: list[Step], second: str
+) -> None:
+    """Two products of one input: both take its tiles, or neither does."""
+    n, k, t = 48, 128, 17
+    text = product("q4.16x32", n, k, "").replace(
+        "block w", f"slot %6 cpu:0 f32[T,{n}]\nblock v cpu:0 lo=0 hi={n} bytes=0\nblock w", 1
+    )
+    text = f"weight v f32[{n},{k}] sources=[v] layout={second}\n" + text
+    text += f'dispatch {AT} kernel=linear.{second} args=[%3,@v] dst=%6 numerics="{LINEAR_BF16}"\n'
+    x, w, v = r(t, k), packed("q4.16x32", n, k), packed(second, n, k)
+    memory = run(gpu, text, {0: x}, {"w": w, "v": v}, T=t)
+    for out, layout, data in ((1, "q4.16x32", w), (6, second, v)):
+        want = bf16(x).astype(np.float64) @ weights(layout, data, n, k).T.astype(np.float64)
+        close(memory.read(out), want.astype(np.float32))
+    assert len(launched) == 2 and guard_intact(memory)
+
+
+@pytest.mark.parametrize("t", [9, 40])
+def test_attention_writes_tiles(
+    gpu: CudaDevice, launched: list[Step], monkeypatch: pytest.MonkeyPatch, t: int
+) -> None:
+    heads, d, n, pages = 4, 32, 40, 12
+    text = attention_text(
+        heads, 2, d, d, ",causal=true,window=0,softcap=0.0", numerics=ATTENTION_BF16, pages="S,M"
+    )
+    text = f"weight w f32[{n},{heads * d}] sources=[w] layout=q4.16x32\n" + text.replace(
+        "block sinks", f"slot %7 cpu:0 bf16[32*ceildiv(T,32),{heads * d}]\nslot %8 cpu:0 f32[T,{n}]\n"
+        f"block w cpu:0 lo=0 hi={n} bytes=0\nblock sinks", 1,
+    )  # fmt: skip
+    text += f"quantize {AT} src=%6 dst=%7 scheme=bf16\n"
+    text += f'dispatch {AT} kernel=linear.q4.16x32 args=[%7,@w] dst=%8 numerics="{LINEAR_BF16}"\n'
+    table = RNG.permutation(pages)[None].astype(np.int32)
+    values = {
+        0: r(t, heads * d),
+        1: r(t, 2 * d),
+        2: r(t, 2 * d),
+        3: np.arange(100, 100 + t),
+        4: np.zeros(t),
+        5: table,
+    }
+    blocks, state = {"sinks": f32(r(heads)), "w": packed("q4.16x32", n, heads * d)}, r(pages, 2, 2, 16, d)
+    sizes = {"T": t, "S": 1, "M": pages, "P": pages}
+    first = run(gpu, text, values, blocks, state, **sizes)
+    monkeypatch.setattr(code, "in_tiles", lambda *given: {})
+    assert bits(run(gpu, text, values, blocks, state, **sizes), 8) == bits(first, 8)
+    agree(gpu, text, values, 8, blocks, state=state, tolerance=6e-3, **sizes)
+    assert len(launched) == 3
 
 
 def bits(memory: DeviceMemory, slot: int) -> bytes:
