@@ -319,7 +319,7 @@ def test_attention_writes_tiles(
         5: table,
     }
     blocks, state = {"sinks": f32(r(heads)), "w": packed("q4.16x32", n, heads * d)}, r(pages, 2, 2, 16, d)
-    sizes = {"T": t, "S": 1, "M": pages, "P": pages}
+    sizes: dict[str, Any] = {"T": t, "S": 1, "M": pages, "P": pages}
     first = run(gpu, text, values, blocks, state, **sizes)
     monkeypatch.setattr(code, "in_tiles", lambda *given: {})
     assert bits(run(gpu, text, values, blocks, state, **sizes), 8) == bits(first, 8)
