@@ -42,7 +42,7 @@ def fuser(more: str, at: dict[int, int]) -> tuple[Fuser, list[Any]]:
     made = Fuser(
         cast(Memory, memory), lambda linear: False, lambda linear: Taking.NOT, lambda attention: False
     )
-    return made, rows_of([i for i in stream.instrs if not isinstance(i, Transfer)])
+    return made, rows_of([i for i in cpu_streams.compute(stream) if not isinstance(i, Transfer)])
 
 
 ADDED = f'dispatch {AT} kernel=add args=[%0[0:32],%0[32:64]] dst=%4 numerics="acc=f32"\n'
