@@ -53,84 +53,62 @@ __device__ __forceinline__ float unpacked(const char* group, int nblk, int r, i6
   return __fadd_rn(__fmul_rn(scale, n), half_to_float(halves[(i64)nblk * 16 + b * 16 + r]));
 }
 
-// A lane's share of a block of 32 inputs of a group: 16 inputs of a row.
-template <int FORMAT>
-struct Piece {
-  static constexpr int WORDS = FORMAT == 8 ? 4 : 2;
-  u32 q[WORDS];
-  u16 scale, least;
-};
-
-template <int FORMAT>
-__device__ __forceinline__ Piece<FORMAT> piece_of(const char* group, int nblk, int b, int r, int half) {
-  constexpr int QUANTS = FORMAT == 8 ? 512 : 256;
-  Piece<FORMAT> p;
+// Eight weights of q4 as four pairs of bf16: the scale is taken in two parts, which make exact products with −8…7, so
+// that only the sum of both is rounded.
+__device__ __forceinline__ void unpack_eight(u32 q, float scale, u32* out) {
+  const u32 whole = __float_as_uint(scale), rest = __float_as_uint(scale - __uint_as_float(whole & 0xffff0000u));
+  const u32 high = bytes_of(whole, whole, 0x3232), low = bytes_of(rest, rest, 0x3232), w = bytes_of(q, 0, 0x3120);
 #pragma unroll
-  for (int c = 0; c < p.WORDS; ++c) p.q[c] = *(const u32*)(group + b * QUANTS + (p.WORDS * half + c) * 64 + r * 4);
-  const u16* scales = (const u16*)(group + (i64)nblk * QUANTS) + b * 16 + r;
-  p.scale = scales[0];
-  p.least = FORMAT == 5 ? scales[(i64)nblk * 16] : 0;
-  return p;
-}
-
-// Its weights as pairs of bf16.
-template <int FORMAT>
-__device__ __forceinline__ void unpack_piece(const Piece<FORMAT>& p, u32* out) {
-  const float scale = half_to_float(p.scale), least = FORMAT == 5 ? half_to_float(p.least) : 0.f;
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {  // four values each
-    float v[4];
-    const u32 q = FORMAT == 8 ? p.q[c] : p.q[c >> 1] >> 4 * (c & 1);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float n = FORMAT == 8 ? (float)(signed char)(q >> 8 * e) : (float)(q >> 8 * e & 15);
-      v[e] = FORMAT == 8 ? scale * n : FORMAT == 4 ? scale * (n - 8.f) : __fadd_rn(__fmul_rn(scale, n), least);
-    }
-    out[2 * c] = pair_of(v[0], v[1]);
-    out[2 * c + 1] = pair_of(v[2], v[3]);
+  for (int p = 0; p < 4; ++p) {  // of inputs 0 1, 4 5, 2 3, 6 7
+    const u32 v = add_bf16x2(w >> 4 * p & 0x000f000fu | 0x43004300u, 0xc308c308u);  // 128 + q − 136
+    out[(p & 1) * 2 + (p >> 1)] = fma_bf16x2(v, high, fma_bf16x2(v, low, 0x80008000u));
   }
 }
 
-// A warp takes four neighbouring blocks of 32 inputs of 16 rows, two lanes a row: whole lines are written.
-template <int FORMAT>
-__device__ __forceinline__ void unpack_all(const UnpackArgs& a) {
-  constexpr int TOGETHER = 4;
-  const char* w = a.w_at ? (const char*)*a.w_at + (i64)a.w : a.w;
-  const int nblk = ((int)a.k + 31) / 32, lane = threadIdx.x & 31, each = (nblk + TOGETHER - 1) / TOGETHER;
-  const i64 size = group_bytes(nblk, FORMAT), all = (a.n + 15) / 16 * each;
-  const int r = lane >> 1, half = lane & 1;
-  for (i64 i = blockIdx.x * 8 + (threadIdx.x >> 5); i < all; i += (i64)gridDim.x * 8) {
-    const i64 group = i / each, row = group * 16 + r;
-    const int first = (int)(i % each) * TOGETHER, some = nblk - first < TOGETHER ? nblk - first : TOGETHER;
-    const char* from = w + group * size;
-    Piece<FORMAT> pieces[TOGETHER];
-#pragma unroll
-    for (int n = 0; n < TOGETHER; ++n)
-      if (n < some) pieces[n] = piece_of<FORMAT>(from, nblk, first + n, r, half);
-    if (row >= a.n) continue;
-#pragma unroll
-    for (int n = 0; n < TOGETHER; ++n) {
-      if (n >= some) continue;
-      u32 out[8];
-      unpack_piece<FORMAT>(pieces[n], out);
-      const i64 k = (first + n) * 32 + half * 16;
-      u16* y = a.y + row * a.k + k;
-      if (k + 16 <= a.k && a.k % 8 == 0) {
-        *(uint4*)y = make_uint4(out[0], out[1], out[2], out[3]);
-        *(uint4*)(y + 8) = make_uint4(out[4], out[5], out[6], out[7]);
-      } else {
-        for (int e = 0; e < 16; ++e) if (k + e < a.k) y[e] = (u16)(out[e >> 1] >> 16 * (e & 1));
-      }
-    }
-  }
-}
-
+// A warp takes a block of 32 inputs of 16 rows, two lanes a row.
 extern "C" __global__ void __launch_bounds__(256) unpack(UnpackArgs a) {
   let_others_start();
   after_others();
-  if (a.format == 4) unpack_all<4>(a);
-  else if (a.format == 5) unpack_all<5>(a);
-  else unpack_all<8>(a);
+  const char* w = a.w_at ? (const char*)*a.w_at + (i64)a.w : a.w;
+  const int nblk = ((int)a.k + 31) / 32, lane = threadIdx.x & 31, format = (int)a.format;
+  const i64 size = group_bytes(nblk, format), all = (a.n + 15) / 16 * nblk;
+  const int r = lane >> 1, half = lane & 1;
+  for (i64 i = blockIdx.x * 8 + (threadIdx.x >> 5); i < all; i += (i64)gridDim.x * 8) {
+    const i64 group = i / nblk, row = group * 16 + r;
+    const int b = (int)(i % nblk), k = b * 32 + half * 16;
+    const char* from = w + group * size;
+    const char* quants = from + (i64)b * (format == 8 ? 512 : 256);
+    const u16* scales = (const u16*)(from + (i64)nblk * (format == 8 ? 512 : 256)) + b * 16 + r;
+    const float scale = half_to_float(scales[0]), least = format == 5 ? half_to_float(scales[(i64)nblk * 16]) : 0.f;
+    u32 out[8];
+    if (format == 4) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) unpack_eight(*(const u32*)(quants + (2 * half + c) * 64 + r * 4), scale, out + 4 * c);
+    } else
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {  // four values each
+      float v[4];
+      if (format == 8) {
+        const u32 q = *(const u32*)(quants + (4 * half + c) * 64 + r * 4);
+        for (int e = 0; e < 4; ++e) v[e] = scale * (float)(signed char)(q >> 8 * e);
+      } else {
+        const u32 q = *(const u32*)(quants + (2 * half + (c >> 1)) * 64 + r * 4) >> 4 * (c & 1);
+        for (int e = 0; e < 4; ++e) {
+          v[e] = __fadd_rn(__fmul_rn(scale, (float)(q >> 8 * e & 15)), least);
+        }
+      }
+      out[2 * c] = pair_of(v[0], v[1]);
+      out[2 * c + 1] = pair_of(v[2], v[3]);
+    }
+    if (row >= a.n) continue;
+    u16* y = a.y + row * a.k + k;
+    if (k + 16 <= a.k && a.k % 8 == 0) {
+      *(uint4*)y = make_uint4(out[0], out[1], out[2], out[3]);
+      *(uint4*)(y + 8) = make_uint4(out[4], out[5], out[6], out[7]);
+    } else {
+      for (int e = 0; e < 16; ++e) if (k + e < a.k) y[e] = (u16)(out[e >> 1] >> 16 * (e & 1));
+    }
+  }
 }
 
 struct EmbeddingArgs {
