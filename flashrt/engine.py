@@ -24,6 +24,7 @@ from flashrt.compiler import CompileOptions, Stage, compile_model, keep_as_chose
 from flashrt.errors import ModelError, PlanError, ProgramError, RequestError
 from flashrt.frontend import models
 from flashrt.ir import micro
+from flashrt.ir.ops import EXPERT_TABLE
 from flashrt.ir.types import size
 from flashrt.llm.chat import Chat
 from flashrt.llm.generate import Completion, Generator
@@ -419,7 +420,11 @@ def _check_doors(plan: Plan, variant: Variant) -> None:
     """Raises ProgramError when a variant's inputs or outputs aren't those of the logical graph."""
     stream, graph = variant.stream, plan.logical
     for what, have, want in (
-        ("inputs", {(i.name, i.type) for i in stream.inputs}, {(i.name, i.type) for i in graph.inputs}),
+        (
+            "inputs",
+            {(i.name, i.type) for i in stream.inputs if i.name != EXPERT_TABLE},
+            {(i.name, i.type) for i in graph.inputs},
+        ),
         ("outputs", {(o.name, "") for o in stream.outputs}, {(o.name, "") for o in graph.outputs}),
     ):
         if have != want:
@@ -476,27 +481,35 @@ def load(
 
 # ---- live --------------------------------------------------------------------------
 def follow(program: Program, live: bool | None = None, watching: Sampler | None = None) -> Follower | None:
-    """Lets the splits of a program move as the machine changes, until it is closed; None if none can.
+    """Lets the splits of a program move as the machine changes, and has a device keep those experts of
+    another's that are asked for most, until it is closed. None if no split can move.
 
-    live: False leaves them where the plan has them, None takes FLASHRT_LIVE.
+    live: False leaves all as the plan has it, None takes FLASHRT_LIVE.
     watching: a sampler that somebody else starts and stops; None for one of its own.
     """
-    if not _live(live) or not any(v.stream.splits for v in program.plan.variants):
+    moving, experts = any(v.stream.splits for v in program.plan.variants), program.experts
+    if not _live(live) or not (moving or experts):
         return None
-    from flashrt.runtime.follow import Follower
-
     own = watching is None
     watching = watching or sampler()
-    follower = Follower(program, watching.period)
+    follower = _followed(program, watching) if moving else None
+    if experts is not None:
+        program.when_closed(watching.listen(lambda sample: experts.sampled(sample.at)))
+    if own and (follower or experts):
+        program.when_closed(watching.stop)
+        watching.start()
+    return follower
+
+
+def _followed(program: Program, watching: Sampler) -> Follower | None:
+    from flashrt.runtime.follow import Follower
+
+    follower, observe = Follower(program, watching.period), watching.observe
     if not follower.needed:
         return None
-    observe = watching.observe
     program.when_closed(watching.listen(lambda sample: follower.sampled(sample, observe)))
     program.mover = follower
     program.when_closed(follower.close)
-    if own:
-        program.when_closed(watching.stop)
-        watching.start()
     return follower
 
 

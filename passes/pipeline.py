@@ -52,7 +52,7 @@ from flashrt.passes.recognise import recognise
 from flashrt.passes.region import region
 from flashrt.passes.shard import shard
 from flashrt.passes.tag import tag
-from flashrt.passes.task import Earlier
+from flashrt.passes.task import Earlier, Settled
 from flashrt.passes.transfer import transfer
 
 GAIN = 0.01  # of a step's time, that several devices have to save
@@ -69,7 +69,8 @@ class Options:
     devices: ids to choose from (None: all). disabled: performance passes to leave out.
     window: blocks that loading may run ahead. weight_bytes: what the weights of a device may take, ring
     included (devices left out: what its budget leaves); variants that are to share their weights need
-    the same. pins: what the user placed. earlier: the variants that were planned before this one.
+    the same. pins: what the user placed. settled: where else there is no choice. earlier: the variants that
+    were planned before this one.
     sums: whether products may be sums of parts made by several devices, which rounds differently.
     """
 
@@ -83,6 +84,7 @@ class Options:
     window: int = 4
     weight_bytes: Mapping[str, int] = field(default_factory=dict)
     pins: tuple[Pin, ...] = ()
+    settled: Settled = field(default_factory=Settled)
     earlier: Earlier = field(default_factory=Earlier)
     sums: bool = False
 
@@ -208,7 +210,7 @@ def _placed(graph: logical.Graph, machine: Machine, options: Options, check: Che
     check("shard", cuts)
     ways = placements(
         graph, costs, machine, cuts=cuts, devices=options.devices, pins=options.pins,
-        earlier=options.earlier, sums=options.sums,
+        settled=options.settled, earlier=options.earlier, sums=options.sums,
     )  # fmt: skip
     whole = ways[0].graph if len(ways) == 1 else _quickest(ways, machine, options)
     check("place", whole)

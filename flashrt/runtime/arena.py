@@ -235,6 +235,14 @@ class Residents:
         """Where these rows lie in a pool."""
         return _within(self._kept.get((weight, pool), ()), weight, lo, hi)
 
+    def place_of(self, weight: Weight, device: str) -> Place | None:
+        """Where all rows of a weight lie, if a device keeps them."""
+        return self._find(weight, self._pool(device), 0, size(weight.type.shape[0], {}))
+
+    def remote(self, device: str) -> Remote | None:
+        """The device, if the host can't see its memory."""
+        return self._remotes.get(device)
+
     def state(self, name: str, device: str, nbytes: int) -> Place:
         """The state's memory on a device, zero at first."""
         key = (name, device)
