@@ -475,7 +475,7 @@ def load(
     """
     opened = open_plan(obtain(str(plan)).plan, threads=threads, pages=pages)
     follower = follow(opened, live)
-    publish(opened, replanning=_replanning(lambda: follower))
+    publish(opened, replanning=_replanning(lambda: opened, lambda: follower))
     return opened
 
 
@@ -525,19 +525,23 @@ def _live(live: bool | None) -> bool:
 
 
 def _replanning(
-    follower: Callable[[], Follower | None], replanner: Replanner | None = None
+    program: Callable[[], Program],
+    follower: Callable[[], Follower | None],
+    replanner: Replanner | None = None,
 ) -> Callable[[], Replanning | None]:
     """What is published of the live loop and of plans that were made anew."""
 
     def now() -> Replanning | None:
-        loop = follower()
+        loop, cache = follower(), program().experts
         small = loop.metrics() if loop else None
+        kept = cache.metrics() if cache else None
         age = small.age_of_last_plan if small else None
         recompiles, because = replanner.told() if replanner else (0, "")
-        if age is None and not because:
+        if age is None and not because and kept is None:
             return None
         planned_at = None if age is None else time.time() - age
-        return Replanning(planned_at, small.plan_switches if small else 0, recompiles, because)
+        shares = (kept.hit_share, kept.exchanged) if kept else (None, 0)
+        return Replanning(planned_at, small.plan_switches if small else 0, recompiles, because, *shares)
 
     return now
 
@@ -647,7 +651,8 @@ class LLM:
         self._ended = ExitStack()
         if _live(live):
             self._follow(sequences, threads)
-        self._told = Publisher(self.program, self.generator, _replanning(lambda: self.live, self.replanner))
+        loop = _replanning(lambda: self.program, lambda: self.live, self.replanner)
+        self._told = Publisher(self.program, self.generator, loop)
         self._told.start()
 
     def _follow(self, sequences: int, threads: int | None) -> None:

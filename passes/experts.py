@@ -12,8 +12,7 @@
                                                %y = expert_join(%down.near,%down,%route.near)
 
 Both sides make rows for all choices, NaN where an expert isn't theirs; the join takes each choice's from the
-side that has it, in the order of choices. Which experts the cache has is an input of each step, and no part of
-the plan.
+side that has it, in the order of choices. Which experts the cache has is told to each step; no plan says it.
 """
 
 from __future__ import annotations
@@ -55,6 +54,11 @@ class Layer:
     def weights(self) -> list[str]:
         """Names of the weights that have rows of every expert."""
         return [i[1:] for n in self.products for i in n.inputs if i[0] == "@"]
+
+
+def cache_of(weight: str) -> str:
+    """The name of the weight that has the kept rows of one."""
+    return f"{weight}.cache"
 
 
 def hit_share(slots: int, experts: int) -> float:
@@ -155,7 +159,7 @@ def _part(name: str, graph: logical.Graph, slots: int, experts: int) -> Weight:
     whole = next(w for w in graph.weights if w.name == name)
     rows = _rows(whole) // experts * slots
     shape = whole.type.with_shape(rows, *whole.type.shape[1:])
-    return replace(whole, name=f"{name}.cache", type=shape, of=name, rows=(0, rows))
+    return replace(whole, name=cache_of(name), type=shape, of=name, rows=(0, rows))
 
 
 def _routes(layer: Layer, number: int, slots: int) -> tuple[logical.Node, logical.Node, logical.Node]:
@@ -186,7 +190,7 @@ def _near(node: logical.Node, layer: Layer, number: int, slots: int, share: floa
     def ours(name: str) -> str:
         if name in inner or name == route:
             return f"{name}.near"
-        return f"{name}.cache" if name[0] == "@" and product else name
+        return cache_of(name) if name[0] == "@" and product else name
 
     own = _with(node.attrs, experts=slots, layer=number, share=share) if product else node.attrs
     return replace(node, name=f"{node.name}.near", inputs=tuple(map(ours, node.inputs)), attrs=own)

@@ -38,8 +38,9 @@ from flashrt.ir.types import Env, evaluate
 from flashrt.layouts import aligned
 from flashrt.machine import Machine
 from flashrt.passes.budget import HOSTS, room_of, taken, weight_road
-from flashrt.passes.cost import cost
+from flashrt.passes.cost import block_bytes, cost
 from flashrt.passes.elide import elide, keep
+from flashrt.passes.experts import cache_of
 from flashrt.passes.fuse import fuse
 from flashrt.passes.lower import lower
 from flashrt.passes.overlap import overlap
@@ -170,7 +171,26 @@ def _lowered(
         if name not in options.disabled:
             stream = faster(stream, options, room)
             check(name, stream)
-    return stream
+    return _eased(stream, options.earlier)
+
+
+def _eased(stream: micro.Stream, earlier: Earlier) -> micro.Stream:
+    """The stream with less to bring where a device keeps some experts of what passes through it."""
+    whole = {w.name: block_bytes(w) for w in stream.weights}
+    caches = {w.name: w for w in earlier.weights() if w.of in whole and w.name == cache_of(w.of)}
+    others = {
+        (w.of, device): 1 - block_bytes(w) / whole[w.of]
+        for name, device in earlier.held()
+        if (w := caches.get(name)) is not None
+    }
+
+    def eased(instr: micro.Instr) -> micro.Instr:
+        if not isinstance(instr, micro.Prefetch) or (instr.block, instr.device) not in others:
+            return instr
+        left = others[instr.block, instr.device]
+        return replace(instr, est=instr.est * left, bytes=instr.bytes * left)
+
+    return replace(stream, instrs=tuple(map(eased, stream.instrs))) if others else stream
 
 
 def check_names(disabled: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ table, the other device computes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashrt.backend import Place
-from flashrt.errors import DeviceError
 from flashrt.ir import micro
 from flashrt.ir.ops import EXPERT_TABLE, EXPERTS_ASKED
 from flashrt.ir.types import Weight, size
@@ -85,12 +84,14 @@ class Metrics:
     holding: str
 
 
-class _Piece(NamedTuple):
-    """An expert's rows of a weight: `rows` of `whole` each, in the place `cache` one slot after the other."""
+class _Part(NamedTuple):
+    """A weight of a layer's experts. cache: of it; whole: with all experts; rows, bytes: of each."""
 
+    layer: int
+    cache: Weight
     whole: Weight
     rows: int
-    cache: Place
+    bytes: int
 
 
 class ExpertCache:
@@ -100,7 +101,7 @@ class ExpertCache:
     """
 
     def __init__(self, stream: micro.Stream, residents: Residents) -> None:
-        self._stream, self._residents = stream, residents
+        self._residents = residents
         found = [i for i in stream.instrs if isinstance(i, micro.Dispatch) and i.kernel == "expert_cache"]
         self.device = found[0].device
         self.experts, self.slots = (_whole(found[0], key) for key in ("experts", "slots"))
@@ -113,8 +114,25 @@ class ExpertCache:
         self._number, self._steps = 0, dict[int, Begun | None]()  # None: it is just beginning
         self._moves, self._since = list[Move](), 0  # under way, and the last step that may read what goes
         self._exchanged, self._failed, self._closed = 0, "", False
-        self._lock = threading.Lock()
-        self._pieces: dict[int, list[_Piece]] = {}
+        self._parts = tuple(self._parts_of(stream))
+        self._lock = threading.RLock()
+        residents.steady, residents.nearby = self._lock, self.nearby
+
+    def _parts_of(self, stream: micro.Stream) -> Iterator[_Part]:
+        weights, seen = {w.name: w for w in stream.weights}, set[str]()
+        for instr in stream.instrs:
+            if isinstance(instr, micro.Dispatch) and instr.kernel.startswith("expert_linear"):
+                blocks = {a.block for a in instr.args if isinstance(a, micro.BlockRef)} - seen
+                for cache in (weights[name] for name in sorted(blocks) if instr.attr("layer") is not None):
+                    rows = size(cache.type.shape[0], {}) // self.slots
+                    whole = weights[cache.of]
+                    yield _Part(_whole(instr, "layer"), cache, whole, rows, block_bytes(whole, 0, rows))
+                seen |= blocks
+
+    @property
+    def _rows(self) -> I32:
+        """The table, a row for each layer. Nobody writes to it."""
+        return self.table.reshape(self._asked.shape)
 
     # ---- for the steps (`program.Program`)
     def enter(self) -> tuple[int, I32]:
@@ -168,7 +186,7 @@ class ExpertCache:
         if (total := float(new.sum())) > 0:
             kept = 0.5 ** ((now - self._at) / HALF) if self._at is not None else 1.0
             self._asked = kept * self._asked + new
-            self._hits = kept * self._hits + float(new[self.table.reshape(new.shape) > 0].sum())
+            self._hits = kept * self._hits + float(new[self._rows > 0].sum())
             self._all = kept * self._all + total
         self._at = now
         return self._all > 0
@@ -180,12 +198,12 @@ class ExpertCache:
             return True
         if any(number <= self._since for number in list(self._steps)):
             return False
-        table = np.array(self.table.reshape(self._asked.shape))
+        table = self._rows.copy()
         for move in self._moves:
-            for piece in self._layer(move.layer):
-                lo, each = move.expert * piece.rows, block_bytes(piece.whole, 0, piece.rows)
-                slot = Place(piece.cache.buffer, piece.cache.offset + move.slot * each, each)
-                self._residents.fill(self.device, piece.whole, lo, lo + piece.rows, slot)
+            for part in (p for p in self._parts if p.layer == move.layer):
+                first = move.expert * part.rows
+                slot = self._slot(part, move.slot)
+                self._residents.fill(self.device, part.whole, first, first + part.rows, slot)
             table[move.layer, move.expert] = move.slot + 1
         self._exchanged += len(self._moves)
         self._moves = []
@@ -194,9 +212,9 @@ class ExpertCache:
 
     def _choose(self) -> None:
         """Takes experts that have to go out of the table."""
-        table = np.array(self.table.reshape(self._asked.shape))
-        each = sum(block_bytes(p.whole, 0, p.rows) for p in self._layer(0))
-        self._moves = moves(self._asked, table, self.slots, max(1, MOST // each))
+        each = sum(p.bytes for p in self._parts if p.layer == 0)
+        self._moves = moves(self._asked, self._rows, self.slots, max(1, MOST // each))
+        table = self._rows.copy()
         for move in self._moves:
             if move.gone >= 0:
                 table[move.layer, move.gone] = 0
@@ -204,24 +222,32 @@ class ExpertCache:
             self.table = _final(table)
         self._since = self._number  # after that: a later step has this table
 
-    def _layer(self, layer: int) -> Sequence[_Piece]:
-        """What an expert of a layer consists of."""
-        if layer not in self._pieces:
-            weights = {w.name: w for w in self._stream.weights}
-            products = [
-                i for i in self._stream.instrs
-                if isinstance(i, micro.Dispatch) and i.device == self.device and i.attr("layer") == layer
-            ]  # fmt: skip
-            blocks = (a.block for i in products for a in i.args if isinstance(a, micro.BlockRef))
-            self._pieces[layer] = [self._piece(weights[name], weights) for name in dict.fromkeys(blocks)]
-        return self._pieces[layer]
+    def _slot(self, part: _Part, slot: int) -> Place:
+        place = self._residents.place_of(part.cache, self.device)
+        assert place is not None, f"{part.cache.name} isn't loaded"
+        return Place(place.buffer, place.offset + slot * part.bytes, part.bytes)
 
-    def _piece(self, cache: Weight, weights: dict[str, Weight]) -> _Piece:
-        place = self._residents.place_of(cache, self.device)
-        if place is None:
-            raise DeviceError(f"{cache.name} isn't loaded")
-        rows = size(cache.type.shape[0], {}) // self.slots
-        return _Piece(weights[cache.of], rows, place)
+    # ---- for the other variants' rings (`arena.Residents`)
+    def nearby(self, device: str, weight: Weight, lo: int, hi: int) -> Sequence[Place]:
+        """Where a whole weight's experts lie: those that the device keeps there, the others with the host.
+
+        Nothing where that can't be told. It stays so as long as `Residents.steady` is held.
+        """
+        part = next((p for p in self._parts if p.whole == weight), None)
+        if part is None or device != self.device or (lo, hi) != (0, part.rows * self.experts):
+            return ()
+        whole = self._residents.pieces(device, weight, lo, hi)
+        if len(whole) != 1 or self._residents.place_of(part.cache, device) is None:
+            return ()
+        found, first, row = list[Place](), 0, self._rows[part.layer].tolist()
+        for expert, slot in enumerate((*row, 1)):
+            if slot and first < expert:
+                at = whole[0].offset + first * part.bytes
+                found.append(Place(whole[0].buffer, at, (expert - first) * part.bytes))
+            if slot and expert < self.experts:
+                found.append(self._slot(part, slot - 1))
+            first = expert + 1 if slot else first
+        return found
 
     # ---- for those who look on
     def metrics(self) -> Metrics:
