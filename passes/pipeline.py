@@ -40,8 +40,8 @@ from flashrt.machine import Machine
 from flashrt.passes.budget import HOSTS, room_of, taken, weight_road
 from flashrt.passes.cost import block_bytes, cost
 from flashrt.passes.elide import elide, keep
-from flashrt.passes.experts import cache_of
 from flashrt.passes.fuse import fuse
+from flashrt.passes.lending import Lending
 from flashrt.passes.lower import lower
 from flashrt.passes.overlap import overlap
 from flashrt.passes.pack import pack
@@ -171,26 +171,21 @@ def _lowered(
         if name not in options.disabled:
             stream = faster(stream, options, room)
             check(name, stream)
-    return _eased(stream, options.earlier)
+    return _eased(stream, options.earlier.lending(machine))
 
 
-def _eased(stream: micro.Stream, earlier: Earlier) -> micro.Stream:
+def _eased(stream: micro.Stream, lending: Lending) -> micro.Stream:
     """The stream with less to bring where a device keeps some experts of what passes through it."""
-    whole = {w.name: block_bytes(w) for w in stream.weights}
-    caches = {w.name: w for w in earlier.weights() if w.of in whole and w.name == cache_of(w.of)}
-    others = {
-        (w.of, device): 1 - block_bytes(w) / whole[w.of]
-        for name, device in earlier.held()
-        if (w := caches.get(name)) is not None
-    }
+    weights = {w.name: w for w in stream.weights}
 
     def eased(instr: micro.Instr) -> micro.Instr:
-        if not isinstance(instr, micro.Prefetch) or (instr.block, instr.device) not in others:
+        if not isinstance(instr, micro.Prefetch):
             return instr
-        left = others[instr.block, instr.device]
-        return replace(instr, est=instr.est * left, bytes=instr.bytes * left)
+        weight = weights[instr.block]
+        left = 1 - lending.copied(weight, instr.device) / block_bytes(weight)
+        return replace(instr, est=instr.est * left, bytes=instr.bytes * left) if left < 1 else instr
 
-    return replace(stream, instrs=tuple(map(eased, stream.instrs))) if others else stream
+    return replace(stream, instrs=tuple(map(eased, stream.instrs)))
 
 
 def check_names(disabled: Iterable[str]) -> None:

@@ -307,6 +307,7 @@ class _Plans:
         through = sum(passing.values())
         least = budget.weights - through if stays else 0
         least += peak_weights(nodes, passing if stays else sizes)
+        through -= sum(self._lending.copied(task.weights[name], id) for name in passes)
         return Need(budget, least, task.earlier.reserve.get(id, 0), through)
 
     def _rows(self, weight: str, rows: Rows, device: str) -> Rows:
