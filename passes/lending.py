@@ -60,7 +60,7 @@ class Lending:
         return fits and covers(self.lent.get(weight.name), rows) and not self.there(weight.name, rows, device)
 
     def copied(self, weight: Weight, device: str) -> int:
-        """Bytes of a weight that a device keeps a copy of: what passes comes from there, and not over a link."""
+        """Bytes of a weight that a device keeps a copy of: of what passes they come from there."""
         return block_bytes(weight, *self.held.get((cache_of(weight.name), device), (0, 0)))
 
     def needs_a_ring(self, weight: Weight, rows: Rows, device: str) -> bool:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from flashrt.errors import PlanError
 from flashrt.ir import logical
 from flashrt.layouts import aligned
-from flashrt.machine import Machine
+from flashrt.machine import Device, Machine
 from flashrt.passes.budget import HOSTS, room_of, state_bytes
-from flashrt.passes.cost import block_bytes
+from flashrt.passes.cost import block_bytes, kernel_of
 from flashrt.passes.experts import able, cache_bytes, cached, layers_of
 from flashrt.passes.lending import PASSED, ring_bytes
 from flashrt.passes.pipeline import GAIN, Check, Options, Planned, plan, reserve, step_time
@@ -80,9 +80,8 @@ def plan_all(variants: Sequence[Variant], machine: Machine, manner: Manner) -> d
 
 def _with_cache(v: Variant, machine: Machine, options: Options, manner: Manner) -> Planned:
     """The first variant, with experts of the host's on a GPU where that is quicker."""
-    mixed = (n.name for n in v.graph.nodes if n.op == "expert_linear")
-    chosen = dict.fromkeys(mixed, Whole(manner.experts)) if manner.experts else {}
-    without = plan(v.graph, machine, replace(options, settled=Settled(chosen)), check=v.check)
+    chosen = Settled(_apart(v.graph, machine.device(manner.experts)) if manner.experts else {})
+    without = plan(v.graph, machine, replace(options, settled=chosen), check=v.check)
     graph, seats = _cached(v.graph, without, machine, options, manner.cache)
     if graph is v.graph:
         return without
@@ -96,6 +95,13 @@ def _with_cache(v: Variant, machine: Machine, options: Options, manner: Manner) 
     causes = {(n.name, n.op): n.because for n in without.physical.nodes}
     nodes = tuple(replace(n, because=causes.get((n.name, n.op), n.because)) for n in made.physical.nodes)
     return Planned(v.graph, replace(made.physical, nodes=nodes), made.stream)
+
+
+def _apart(graph: logical.Graph, device: Device) -> dict[str, Seat]:
+    """Seats of all products with experts that a device can make."""
+    weights = {w.name: w for w in graph.weights}
+    mixed = (n for n in graph.nodes if n.op == "expert_linear")
+    return {n.name: Whole(device.id) for n in mixed if device.supports(kernel_of(n, weights), n.numerics)}
 
 
 def _cached(

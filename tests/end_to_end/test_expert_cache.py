@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,12 @@ from flashrt.backends.cuda.kernels import offered
 from flashrt.backends.reference import ReferenceBackend
 from flashrt.backends.reference.kernels import kernels
 from flashrt.compiler import CompileOptions, compile_model
-from flashrt.engine import follow
+from flashrt.engine import follow, seal
 from flashrt.errors import DeviceError, RequestError
 from flashrt.frontend.imported import Imported
 from flashrt.ir.ops import EXPERT_TABLE
 from flashrt.ir.types import Weight
-from flashrt.program import Plan, Program
+from flashrt.program import Plan, Program, save
 from flashrt.runtime.executor import Begun
 from flashrt.runtime.experts import ExpertCache, Metrics
 from flashrt.weights.index import WeightIndex
@@ -38,7 +39,7 @@ EXPERTS, TOP_K, PAGES = 16, 2, 6
 GRAPH = model(2, hidden=256, ffn=256, vocab=512, tokens=32, context=96, experts=EXPERTS, top_k=TOP_K)
 SMALL, LARGE = 1_600_000, 1 << 30  # bytes of a GPU: for some experts of each layer, and for all
 FAVOURITES = (3, 7, 11)  # experts that tokens like
-PROMPT, ANSWER = 9, 24
+PROMPT, ANSWER = 9, 18
 
 
 class Skewed(Steady):
@@ -142,6 +143,13 @@ def test_tokens_are_those_of_one_device(numerics: str) -> None:
         assert generated(program) == right(numerics)
         assert held(program) == [set(range(kept(program).slots))] * 2  # nobody has taken a sample
         assert metrics(program).hit_share is None
+
+
+def test_a_plan_on_disk(tmp_path: Path) -> None:
+    """Written, sealed and read, it runs as before."""
+    save(planned(SMALL), tmp_path / "plan")
+    with opened(seal(tmp_path / "plan")) as program:
+        assert generated(program) == right()
 
 
 @pytest.mark.parametrize("numerics", ["exact", "int8"])
