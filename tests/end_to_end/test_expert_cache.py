@@ -29,6 +29,7 @@ from flashrt.frontend.imported import Imported
 from flashrt.ir.ops import EXPERT_TABLE
 from flashrt.ir.types import Weight
 from flashrt.program import Plan, Program, save
+from flashrt.runtime.arena import host_view
 from flashrt.runtime.executor import Begun
 from flashrt.runtime.experts import ExpertCache, Metrics
 from flashrt.weights.index import WeightIndex
@@ -298,6 +299,22 @@ def test_what_fails_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
         assert metrics(program).exchanged > 0
         program.close()
         assert "ended" in kept(program).metrics().holding
+
+
+def test_what_passes_is_made_up_of_both() -> None:
+    """Experts that the device keeps lie there, the others with the host, in runs."""
+    with opened(planned(SMALL)) as program:
+        generated(program, sampled)
+        found = kept(program)
+        assert metrics(program).exchanged > 0
+        for part in found._parts:
+            (whole,) = program.residents.pieces("gpu:0", part.whole, 0, part.rows * EXPERTS)
+            pieces = found.nearby("gpu:0", part.whole, 0, part.rows * EXPERTS)
+            near = [p for p in pieces if p.buffer is not whole.buffer]
+            assert len(near) == len(held(program)[part.layer]) and len(pieces) < EXPERTS
+            assert np.concatenate([*map(host_view, pieces)]).tobytes() == host_view(whole).tobytes()
+            assert not found.nearby("cpu:0", part.whole, 0, part.rows * EXPERTS)
+            assert not found.nearby("gpu:0", part.whole, 0, part.rows)
 
 
 def test_the_live_loop_exchanges_and_may_be_switched_off() -> None:
