@@ -22,7 +22,8 @@ T, N, S, M, H, P = (sym(x) for x in "TNSMHP")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a Llama. layout: of its matrices."""
+    """Sizes of a Llama. layout: of its matrices. experts: with `ffn` channels each, of which a token uses
+    `top_k`; 0: one feed-forward block."""
 
     layers: int = 32
     hidden: int = 4096
@@ -33,10 +34,12 @@ class Shape:
     vocab: int = 128256
     context: int = 16384
     layout: str = "q4.16x32"
+    experts: int = 0
+    top_k: int = 8
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of the matrices that every token reads (not the embedding's)."""
+        """Bytes of the matrices that every token reads (not the embedding's), where it has no experts."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head
         layout = LAYOUTS[self.layout]
         layer = layout.bytes(qkv, self.hidden) + layout.bytes(self.hidden, self.heads * self.head)
@@ -87,11 +90,35 @@ class _Builder:
         o = self.linear(f"{at}.self_attn.o_proj", o, s.hidden, s.heads * s.head)
         x = self.node(f"{at}.attn_residual", "add", [x, o], s.hidden)
         a = self.norm(f"{at}.post_attention_layernorm", x)
+        if s.experts:
+            return self.node(f"{at}.mlp_residual", "add", [x, self.mixture(f"{at}.mlp", a)], s.hidden)
         gate = self.linear(f"{at}.mlp.gate_proj", a, s.ffn, s.hidden)
         up = self.linear(f"{at}.mlp.up_proj", a, s.ffn, s.hidden)
         g = self.node(f"{at}.mlp.gated", "gated", [gate, up], s.ffn, act="silu")
         d = self.linear(f"{at}.mlp.down_proj", g, s.hidden, s.ffn)
         return self.node(f"{at}.mlp_residual", "add", [x, d], s.hidden)
+
+    def mixture(self, at: str, a: str) -> str:
+        s, rows = self.shape, T * self.shape.top_k
+        router = self.weight(f"{at}.gate.weight", "f32", s.experts, s.hidden)
+        scores = self.node(f"{at}.gate", "linear", [a, router], s.experts)
+        route = self.node(
+            f"{at}.route", "route", [scores], 2 * s.top_k, top_k=s.top_k, score="softmax", normalise=True,
+            scale=1.0, groups=1, top_groups=1, group_score="max", bias=False,
+        )  # fmt: skip
+        facts = {"experts": s.experts, "top_k": s.top_k, "bias": False}
+        both = self.weight(f"{at}.experts.gate_up.weight", s.layout, 2 * s.ffn * s.experts, s.hidden)
+        y = self.node(
+            f"{at}.experts.gate_up", "expert_linear", [a, both, route], 2 * s.ffn, rows, shared=True, **facts
+        )
+        gate = self.node(f"{at}.experts.gate", "slice", [y], s.ffn, rows, lo=0, hi=s.ffn)
+        up = self.node(f"{at}.experts.up", "slice", [y], s.ffn, rows, lo=s.ffn, hi=2 * s.ffn)
+        g = self.node(f"{at}.experts.gated", "gated", [gate, up], s.ffn, rows, act="silu")
+        down = self.weight(f"{at}.experts.down.weight", s.layout, s.hidden * s.experts, s.ffn)
+        d = self.node(
+            f"{at}.experts.down", "expert_linear", [g, down, route], s.hidden, rows, shared=False, **facts
+        )
+        return self.node(f"{at}.experts", "expert_sum", [d, route], s.hidden, top_k=s.top_k)
 
 
 def graph(shape: Shape) -> logical.Graph:

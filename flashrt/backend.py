@@ -173,6 +173,9 @@ class Remote(Protocol):
     def read(self, src: Place, out: U8) -> None:
         """The first bytes of a place, as many as `out` has room for."""
 
+    def gather(self, pieces: Sequence[Place], dst: Place) -> None:
+        """Copies pieces, of its own memory or of the host's, side by side into its own."""
+
 
 @runtime_checkable
 class Ahead(Protocol):

@@ -24,6 +24,7 @@ from flashrt.compiler import CompileOptions, Stage, compile_model, keep_as_chose
 from flashrt.errors import ModelError, PlanError, ProgramError, RequestError
 from flashrt.frontend import models
 from flashrt.ir import micro
+from flashrt.ir.ops import EXPERT_TABLE
 from flashrt.ir.types import size
 from flashrt.llm.chat import Chat
 from flashrt.llm.generate import Completion, Generator
@@ -419,7 +420,11 @@ def _check_doors(plan: Plan, variant: Variant) -> None:
     """Raises ProgramError when a variant's inputs or outputs aren't those of the logical graph."""
     stream, graph = variant.stream, plan.logical
     for what, have, want in (
-        ("inputs", {(i.name, i.type) for i in stream.inputs}, {(i.name, i.type) for i in graph.inputs}),
+        (
+            "inputs",
+            {(i.name, i.type) for i in stream.inputs if i.name != EXPERT_TABLE},
+            {(i.name, i.type) for i in graph.inputs},
+        ),
         ("outputs", {(o.name, "") for o in stream.outputs}, {(o.name, "") for o in graph.outputs}),
     ):
         if have != want:
@@ -470,33 +475,41 @@ def load(
     """
     opened = open_plan(obtain(str(plan)).plan, threads=threads, pages=pages)
     follower = follow(opened, live)
-    publish(opened, replanning=_replanning(lambda: follower))
+    publish(opened, replanning=_replanning(lambda: opened, lambda: follower))
     return opened
 
 
 # ---- live --------------------------------------------------------------------------
 def follow(program: Program, live: bool | None = None, watching: Sampler | None = None) -> Follower | None:
-    """Lets the splits of a program move as the machine changes, until it is closed; None if none can.
+    """Lets the splits of a program move as the machine changes, and has a device keep those experts of
+    another's that are asked for most, until it is closed. None if no split can move.
 
-    live: False leaves them where the plan has them, None takes FLASHRT_LIVE.
+    live: False leaves all as the plan has it, None takes FLASHRT_LIVE.
     watching: a sampler that somebody else starts and stops; None for one of its own.
     """
-    if not _live(live) or not any(v.stream.splits for v in program.plan.variants):
+    moving, experts = any(v.stream.splits for v in program.plan.variants), program.experts
+    if not _live(live) or not (moving or experts):
         return None
-    from flashrt.runtime.follow import Follower
-
     own = watching is None
     watching = watching or sampler()
-    follower = Follower(program, watching.period)
+    follower = _followed(program, watching) if moving else None
+    if experts is not None:
+        program.when_closed(watching.listen(lambda sample: experts.sampled(sample.at)))
+    if own and (follower or experts):
+        program.when_closed(watching.stop)
+        watching.start()
+    return follower
+
+
+def _followed(program: Program, watching: Sampler) -> Follower | None:
+    from flashrt.runtime.follow import Follower
+
+    follower, observe = Follower(program, watching.period), watching.observe
     if not follower.needed:
         return None
-    observe = watching.observe
     program.when_closed(watching.listen(lambda sample: follower.sampled(sample, observe)))
     program.mover = follower
     program.when_closed(follower.close)
-    if own:
-        program.when_closed(watching.stop)
-        watching.start()
     return follower
 
 
@@ -512,19 +525,23 @@ def _live(live: bool | None) -> bool:
 
 
 def _replanning(
-    follower: Callable[[], Follower | None], replanner: Replanner | None = None
+    program: Callable[[], Program],
+    follower: Callable[[], Follower | None],
+    replanner: Replanner | None = None,
 ) -> Callable[[], Replanning | None]:
     """What is published of the live loop and of plans that were made anew."""
 
     def now() -> Replanning | None:
-        loop = follower()
+        loop, cache = follower(), program().experts
         small = loop.metrics() if loop else None
+        kept = cache.metrics() if cache else None
         age = small.age_of_last_plan if small else None
         recompiles, because = replanner.told() if replanner else (0, "")
-        if age is None and not because:
+        if age is None and not because and kept is None:
             return None
         planned_at = None if age is None else time.time() - age
-        return Replanning(planned_at, small.plan_switches if small else 0, recompiles, because)
+        shares = (kept.hit_share, kept.exchanged) if kept else (None, 0)
+        return Replanning(planned_at, small.plan_switches if small else 0, recompiles, because, *shares)
 
     return now
 
@@ -634,7 +651,8 @@ class LLM:
         self._ended = ExitStack()
         if _live(live):
             self._follow(sequences, threads)
-        self._told = Publisher(self.program, self.generator, _replanning(lambda: self.live, self.replanner))
+        loop = _replanning(lambda: self.program, lambda: self.live, self.replanner)
+        self._told = Publisher(self.program, self.generator, loop)
         self._told.start()
 
     def _follow(self, sequences: int, threads: int | None) -> None:

@@ -42,13 +42,14 @@ from flashrt.backend import BlockSource, OpenDevice
 from flashrt.errors import ProgramError, RequestError
 from flashrt.frontend.imported import ChatFacts, TextFacts
 from flashrt.ir import logical, micro, physical, text
-from flashrt.ir.ops import PAGE
+from flashrt.ir.ops import EXPERT_TABLE, PAGE
 from flashrt.ir.types import TensorType
 from flashrt.machine import Machine, from_json, to_json
 from flashrt.runtime.arena import Residents
 from flashrt.runtime.executor import NOT_FED, Begun, Executor
+from flashrt.runtime.experts import ExpertCache, takes_table
 from flashrt.runtime.idle import Rests
-from flashrt.runtime.step import Binding, as_arrays
+from flashrt.runtime.step import Arrays, Binding, as_arrays
 from flashrt.runtime.trace import Trace
 from flashrt.weights.index import WeightIndex
 from flashrt.weights.packed import PackedSource, index_from_json, index_to_json, write_packed
@@ -117,7 +118,8 @@ class Plan:
 
     @property
     def inputs(self) -> dict[str, TensorType]:
-        return {i.name: i.type for i in self.variants[0].stream.inputs}
+        """What a step is given. Which experts a device keeps is the program's to know."""
+        return {i.name: i.type for i in self.variants[0].stream.inputs if i.name != EXPERT_TABLE}
 
     def source(self) -> PackedSource | IndexSource:
         """Opens the weight bytes. Raises ModelError when a file is missing or has changed."""
@@ -496,6 +498,7 @@ class Program:
         self.ran = Ran()
         self.rests = {v.name: Rests(v.stream) for v in plan.variants}
         self.mover: Mover | None = None
+        self.experts = next((ExpertCache(x, self.residents) for x in streams if takes_table(x)), None)
 
     @property
     def last(self) -> Executor | None:
@@ -581,11 +584,32 @@ class Program:
         if self._last is not None and self._last is not executor:
             self._last.leave()
         self._last = executor
-        step = executor.begin(arrays, env, wanted=outputs, trace=self.trace is not None, fed=fed)
+        step = self._step(executor, arrays, env, outputs, fed)
         self._began = executor
         pending = Pending(step, lambda: self._ran(variant.name, step, env))
         self._latest = weakref.ref(pending)  # its outputs may be large: they are the caller's to keep
         return pending
+
+    def _step(
+        self,
+        executor: Executor,
+        arrays: Arrays,
+        env: Mapping[str, int],
+        outputs: Collection[str] | None,
+        fed: Mapping[str, str],
+    ) -> Begun:
+        """Begins a step of an executor, with the experts that are there now where it asks for them."""
+        traced = self.trace is not None
+        if self.experts is None or not takes_table(executor.stream):
+            return executor.begin(arrays, env, wanted=outputs, trace=traced, fed=fed)
+        number, table = self.experts.enter()
+        step: Begun | None = None
+        try:
+            given = {**arrays, EXPERT_TABLE: table}
+            step = executor.begin(given, env, wanted=outputs, trace=traced, fed=fed)
+        finally:
+            self.experts.entered(number, step)
+        return step
 
     def _handed(self, fed: Mapping[str, str]) -> dict[str, NDArray[Any]]:
         """Inputs from outputs by way of the host."""
@@ -633,6 +657,8 @@ class Program:
         """Ends lanes, closes devices, drops memory. Idempotent."""
         self._onlookers.close()
         self._closed = True
+        if self.experts is not None:
+            self.experts.close()
         for executor in self._executors.values():
             executor.close()
         self._executors, self._last, self._began = {}, None, None

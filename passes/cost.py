@@ -144,10 +144,10 @@ def _bytes(
 
 def _routed(node: logical.Node, types: Sequence[TensorType], weights: Mapping[str, Weight]) -> Dim:
     """Bytes of an expert product: of the weights, only those of as many experts as a step can ask for."""
-    experts, top_k = node.attr("experts"), node.attr("top_k")
-    assert isinstance(experts, int) and isinstance(top_k, int)
+    experts, top_k, share = node.attr("experts"), node.attr("top_k"), node.attr("share", 1)
+    assert isinstance(experts, int) and isinstance(top_k, int) and isinstance(share, int | float)
     held = sum(block_bytes(weights[i[1:]]) for i in node.inputs if i[0] == "@")
-    asked = minimum(types[2].shape[0] * top_k, experts)
+    asked = minimum(types[2].shape[0] * top_k * share, experts)
     return types[0].bytes + types[2].bytes + node.type.bytes + asked * (held / experts)
 
 

@@ -180,6 +180,8 @@ class _Dealer:
         tied = frozenset((name, self._pools[d]) for name, d in new if name in self._tied)
         own = {key: rows for key, rows in new.items() if key[0] not in self._tied}
         sizes = Counter({pool: self._bytes(own, pool) for pool in set(self._pools.values())})
+        for name, d in own:
+            sizes[self._pools[d]] -= self._lending.copied(self._weights[name], d)
         for node in unit.nodes:
             for state in self._task.states([node]):
                 whole = state_bytes(state, self._task.env)

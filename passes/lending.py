@@ -16,6 +16,7 @@ from flashrt.layouts import aligned
 from flashrt.machine import Machine
 from flashrt.passes.budget import HOSTS, Held, Rows, held_bytes
 from flashrt.passes.cost import block_bytes
+from flashrt.passes.experts import cache_of
 from flashrt.passes.units import signature, units
 
 PASSED = ("gpu",)  # kinds of device through whose memory weights may pass
@@ -57,6 +58,10 @@ class Lending:
         size = aligned(block_bytes(weight, *rows))
         fits = SMALL < size <= self.rings.get(device, 0) // BLOCKS
         return fits and covers(self.lent.get(weight.name), rows) and not self.there(weight.name, rows, device)
+
+    def copied(self, weight: Weight, device: str) -> int:
+        """Bytes of a weight that a device keeps a copy of: of what passes they come from there."""
+        return block_bytes(weight, *self.held.get((cache_of(weight.name), device), (0, 0)))
 
     def needs_a_ring(self, weight: Weight, rows: Rows, device: str) -> bool:
         """Whether a device has no other room for these rows than its ring."""

@@ -23,7 +23,7 @@ from flashrt.ir import micro, physical
 from flashrt.ir.bounds import Bounds
 from flashrt.ir.ops import EXACT, KV_WRITE_BF16, QUANTIZED
 from flashrt.ir.order import COMPUTE
-from flashrt.ir.types import Dim, Output, TensorType
+from flashrt.ir.types import Dim, Output, TensorType, evaluate
 from flashrt.machine import Device, Machine
 from flashrt.passes.budget import HOSTS, weight_road
 from flashrt.passes.cost import block_bytes, kernel_of, settings
@@ -33,7 +33,7 @@ from flashrt.passes.ticks import synchronise
 
 COPY_OUT = "copy_out"
 GPU = "gpu"
-CARRIED = 1 << 20  # bytes up to which a GPU's own code copies: more go by the GPU's copy engines
+CARRIED = 1 << 20  # bytes in a usual step up to which a GPU's own code copies: more go by its copy engines
 
 
 def lower(graph: physical.Graph, machine: Machine | None = None) -> micro.Stream:
@@ -56,6 +56,7 @@ class _Lowering:
     def __init__(self, graph: physical.Graph, machine: Machine | None) -> None:
         self._graph, self._machine = graph, machine
         self._bounds = Bounds.of(graph)
+        self._usual = {s.name: s.hint for s in graph.symbols} | {s.name: s.start for s in graph.splits}
         self._nodes = {n.name: n for n in graph.nodes}
         self._inputs = {i.name: i.type for i in graph.inputs}
         self._weights = {w.name: w for w in graph.weights}
@@ -169,7 +170,7 @@ class _Lowering:
         if _in_one_pool(here, there):
             return here.id
         gpu, other = (here, there) if here.kind == GPU else (there, here)
-        few = self._bounds.interval(copy.type.bytes)[1] <= CARRIED
+        few = evaluate(copy.type.bytes, self._usual) <= CARRIED
         return gpu.id if gpu.kind == GPU and other.kind in HOSTS and few and _scales(gpu) else ""
 
     def _attention(self, node: physical.Node) -> None:

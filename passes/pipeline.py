@@ -38,9 +38,10 @@ from flashrt.ir.types import Env, evaluate
 from flashrt.layouts import aligned
 from flashrt.machine import Machine
 from flashrt.passes.budget import HOSTS, room_of, taken, weight_road
-from flashrt.passes.cost import cost
+from flashrt.passes.cost import block_bytes, cost
 from flashrt.passes.elide import elide, keep
 from flashrt.passes.fuse import fuse
+from flashrt.passes.lending import Lending
 from flashrt.passes.lower import lower
 from flashrt.passes.overlap import overlap
 from flashrt.passes.pack import pack
@@ -52,7 +53,7 @@ from flashrt.passes.recognise import recognise
 from flashrt.passes.region import region
 from flashrt.passes.shard import shard
 from flashrt.passes.tag import tag
-from flashrt.passes.task import Earlier
+from flashrt.passes.task import Earlier, Settled
 from flashrt.passes.transfer import transfer
 
 GAIN = 0.01  # of a step's time, that several devices have to save
@@ -69,7 +70,8 @@ class Options:
     devices: ids to choose from (None: all). disabled: performance passes to leave out.
     window: blocks that loading may run ahead. weight_bytes: what the weights of a device may take, ring
     included (devices left out: what its budget leaves); variants that are to share their weights need
-    the same. pins: what the user placed. earlier: the variants that were planned before this one.
+    the same. pins: what the user placed. settled: where else there is no choice. earlier: the variants that
+    were planned before this one.
     sums: whether products may be sums of parts made by several devices, which rounds differently.
     """
 
@@ -83,6 +85,7 @@ class Options:
     window: int = 4
     weight_bytes: Mapping[str, int] = field(default_factory=dict)
     pins: tuple[Pin, ...] = ()
+    settled: Settled = field(default_factory=Settled)
     earlier: Earlier = field(default_factory=Earlier)
     sums: bool = False
 
@@ -168,7 +171,21 @@ def _lowered(
         if name not in options.disabled:
             stream = faster(stream, options, room)
             check(name, stream)
-    return stream
+    return _eased(stream, options.earlier.lending(machine))
+
+
+def _eased(stream: micro.Stream, lending: Lending) -> micro.Stream:
+    """The stream with less to bring where a device keeps some experts of what passes through it."""
+    weights = {w.name: w for w in stream.weights}
+
+    def eased(instr: micro.Instr) -> micro.Instr:
+        if not isinstance(instr, micro.Prefetch):
+            return instr
+        weight = weights[instr.block]
+        left = 1 - lending.copied(weight, instr.device) / block_bytes(weight)
+        return replace(instr, est=instr.est * left, bytes=instr.bytes * left) if left < 1 else instr
+
+    return replace(stream, instrs=tuple(map(eased, stream.instrs)))
 
 
 def check_names(disabled: Iterable[str]) -> None:
@@ -208,7 +225,7 @@ def _placed(graph: logical.Graph, machine: Machine, options: Options, check: Che
     check("shard", cuts)
     ways = placements(
         graph, costs, machine, cuts=cuts, devices=options.devices, pins=options.pins,
-        earlier=options.earlier, sums=options.sums,
+        settled=options.settled, earlier=options.earlier, sums=options.sums,
     )  # fmt: skip
     whole = ways[0].graph if len(ways) == 1 else _quickest(ways, machine, options)
     check("place", whole)

@@ -40,11 +40,11 @@ from flashrt.passes.pins import Pin, pinned
 from flashrt.passes.price import Prices, finish
 from flashrt.passes.shard import Cut
 from flashrt.passes.spread import Copied, Lanes, Part, Parted, Seat, Shared, Summed, Whole, spread
-from flashrt.passes.task import Earlier, Task, seats_of
+from flashrt.passes.task import Earlier, Settled, Task, seats_of
 from flashrt.passes.transfer import transfer
 from flashrt.passes.units import lanes, users_of
 
-NONE = Earlier()
+NONE, FREE = Earlier(), Settled()
 BEFORE = ("rope", "rope_pairs", "rms_norm", "slice", "view")  # may stand between products and their attention
 NO_SUMS = "its input is in parts, but no sums: they would round differently (numerics=fast allows them)"
 
@@ -94,14 +94,16 @@ def placements(
     cuts: Mapping[str, Cut] | None = None,
     devices: Sequence[str] | None = None,
     pins: Sequence[Pin] = (),
+    settled: Settled = FREE,
     earlier: Earlier = NONE,
     sums: bool = False,
 ) -> list[Placement]:
     """The ways that fit, the one that is predicted to be the fastest first.
 
     devices: ids to choose from (all); cuts: what `shard` found, to be told and used. pins: what the user
-    placed. earlier: plans of the same model for other sizes of a step, with which this one takes turns.
-    sums: whether products may be sums of parts, which rounds differently.
+    placed. settled: where else there is no choice; for all nodes, and there is but one way. earlier: plans of
+    the same model for other sizes of a step, with which this one takes turns. sums: whether products may be
+    sums of parts, which rounds differently.
 
     Raises:
         PlanError: no device can hold the graph, nothing runs one of its operations, or a pin can't be kept.
@@ -115,8 +117,9 @@ def placements(
     parts = Parts(graph, earlier.weights())
     task = Task(graph, costs, machine, usable, kernels, env, parts, cuts or {}, earlier, sums=sums)
     held_by = pinned(graph, pins, [d.id for d in usable])
-    task = replace(task, fixed=_fixed(task, held_by))
-    plans = _Plans(task).all()
+    free = {name: seat for name, seat in settled.seats.items() if name not in held_by}
+    task = replace(task, fixed={**_fixed(task, held_by), **free})
+    plans = _Plans(task).all(settled.splits)
     fitting = sorted((p for p in plans if not p.lacks), key=lambda p: p.total)
     if not fitting:
         raise _nothing_fits(graph, plans, held_by)
@@ -200,12 +203,14 @@ class _Plans:
         self._streaming_before = task.earlier.streaming()
         self._lending = task.earlier.lending(task.machine)
 
-    def all(self) -> list[_Plan]:
-        """Each device by itself, then several together."""
+    def all(self, splits: tuple[physical.Split, ...]) -> list[_Plan]:
+        """Each device by itself, then several together. splits: in seats that are settled."""
         if (before := self._streaming_before) is not None:
             # what stays of its weights has to be the same in every variant
             return [self._plan(seats_of(before), before.splits)]
         nodes = self._task.graph.nodes
+        if all(n.name in self._task.fixed for n in nodes):
+            return [self._plan(self._task.fixed, splits)]
         ways = {d.id: {n.name: self._task.seat(n, d.id) for n in nodes} for d in self._task.usable}
         plans = [self._plan(seats, name=name) for name, seats in ways.items()]
         if len(ways) > 1:
@@ -302,6 +307,7 @@ class _Plans:
         through = sum(passing.values())
         least = budget.weights - through if stays else 0
         least += peak_weights(nodes, passing if stays else sizes)
+        through -= sum(self._lending.copied(task.weights[name], id) for name in passes)
         return Need(budget, least, task.earlier.reserve.get(id, 0), through)
 
     def _rows(self, weight: str, rows: Rows, device: str) -> Rows:

@@ -15,7 +15,8 @@ _ARGUMENTS: Mapping[str, tuple[int, ...]] = {
     "linear": (0,), "rms_norm": (0,), "layer_norm": (0,), "rope": (0,), "rope_pairs": (0,), "attention": (0,),
     "kv_write": (0, 1), "gated": (0, 1), "activation": (0,), "add": (0, 1), "mul": (0, 1),
     "head_linear": (0,), "scale": (0,), "softcap": (0,), "rows": (0,), "slice": (0,),
-    "route": (0,), "expert_linear": (0,), "expert_sum": (0,), "gated_clamped": (0, 1),
+    "route": (0,), "expert_linear": (0, 2), "expert_sum": (0, 1), "gated_clamped": (0, 1),
+    "expert_cache": (0,), "expert_join": (0, 1, 2),
 }  # fmt: skip
 
 

@@ -95,6 +95,14 @@ class Earlier:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Seats of nodes that have no choice, and the split variables in them."""
+
+    seats: Mapping[str, Seat] = field(default_factory=dict)
+    splits: tuple[physical.Split, ...] = ()
+
+
 def _bytes(held: Held, graph: physical.Graph, device: str) -> int:
     return held_bytes(held, {w.name: w for w in graph.weights}, [device])
 

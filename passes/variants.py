@@ -3,6 +3,9 @@
 Small steps are memory-bound: what doesn't fit the GPU is computed where it lies, by the processor. Large ones
 are bound by arithmetic: the same weights pass through the GPU. For that, the first variant leaves it room for
 a ring, and state lies on the GPU, if it can. Whether all this pays is judged by a prompt and its answer.
+
+Of the experts that are then the host's, the GPU keeps some of each layer in what room is left: see `experts`.
+One manner has the host compute with experts in all layers, so that more is left.
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ from dataclasses import dataclass, field, replace
 from flashrt.errors import PlanError
 from flashrt.ir import logical
 from flashrt.layouts import aligned
-from flashrt.machine import Machine
-from flashrt.passes.budget import HOSTS, state_bytes
-from flashrt.passes.cost import block_bytes
+from flashrt.machine import Device, Machine
+from flashrt.passes.budget import HOSTS, room_of, state_bytes
+from flashrt.passes.cost import block_bytes, kernel_of
+from flashrt.passes.experts import able, cache_bytes, cached, layers_of
 from flashrt.passes.lending import PASSED, ring_bytes
-from flashrt.passes.pipeline import Check, Options, Planned, plan, reserve, step_time
-from flashrt.passes.task import Earlier
+from flashrt.passes.pipeline import GAIN, Check, Options, Planned, plan, reserve, step_time
+from flashrt.passes.spread import Seat, Whole
+from flashrt.passes.task import Earlier, Settled, seats_of
 
 PROMPT, ANSWER = 2048, 128  # tokens of the request by which manners are compared
 FIRST = 0.1  # of its time, that a ring and state beside it are worth: prompts and contexts may be longer
@@ -39,12 +44,15 @@ class Variant:
 class Manner:
     """How variants take turns. rings: device → bytes that the first one leaves for weights that pass.
 
-    home: the device that states are to be on; "" for wherever it is best. devices: those to choose from, as
-    `Options` has them.
+    home: the device that states are to be on; "" for wherever it is best. cache: the device that may keep
+    experts of the host's. experts: the device that has them all in the first variant; "" for wherever it is
+    best. devices: those to choose from, as `Options` has them.
     """
 
     rings: Mapping[str, int] = field(default_factory=dict)
     home: str = ""
+    cache: str = ""
+    experts: str = ""
     devices: tuple[str, ...] | None = None
 
 
@@ -59,11 +67,60 @@ def plan_all(variants: Sequence[Variant], machine: Machine, manner: Manner) -> d
     planned: dict[str, Planned] = {}
     for v in variants:
         own = replace(v.options, earlier=earlier, devices=manner.devices or v.options.devices)
-        planned[v.name] = made = plan(v.graph, machine, own, check=v.check)
+        if not planned and manner.cache:
+            made = _with_cache(v, machine, own, manner)
+        else:
+            made = plan(v.graph, machine, own, check=v.check)
+        planned[v.name] = made
         # where weights stream, the same ones stay in every variant: each needs the same room for them
         same = earlier.reserve if Earlier((made.physical,)).streaming() else results
         earlier = Earlier((*earlier.graphs, made.physical), same)
     return planned
+
+
+def _with_cache(v: Variant, machine: Machine, options: Options, manner: Manner) -> Planned:
+    """The first variant, with experts of the host's on a GPU where that is quicker."""
+    chosen = Settled(_apart(v.graph, machine.device(manner.experts)) if manner.experts else {})
+    without = plan(v.graph, machine, replace(options, settled=chosen), check=v.check)
+    graph, seats = _cached(v.graph, without, machine, options, manner.cache)
+    if graph is v.graph:
+        return without
+    settled = Settled(seats, without.physical.splits)
+    try:
+        made = plan(graph, machine, replace(options, settled=settled), check=v.check)
+    except PlanError:
+        return without
+    if step_time(made.stream, machine) * (1 + GAIN) > step_time(without.stream, machine):
+        return without
+    causes = {(n.name, n.op): n.because for n in without.physical.nodes}
+    nodes = tuple(replace(n, because=causes.get((n.name, n.op), n.because)) for n in made.physical.nodes)
+    return Planned(v.graph, replace(made.physical, nodes=nodes), made.stream)
+
+
+def _apart(graph: logical.Graph, device: Device) -> dict[str, Seat]:
+    """Seats of all products with experts that a device can make."""
+    weights = {w.name: w for w in graph.weights}
+    mixed = (n for n in graph.nodes if n.op == "expert_linear")
+    return {n.name: Whole(device.id) for n in mixed if device.supports(kernel_of(n, weights), n.numerics)}
+
+
+def _cached(
+    graph: logical.Graph, planned: Planned, machine: Machine, options: Options, gpu: str
+) -> tuple[logical.Graph, Mapping[str, Seat]]:
+    """The graph with as large a cache as a plan leaves room for, and where its nodes sit."""
+    seats, weights = seats_of(planned.physical), {w.name: w for w in graph.weights}
+    hosts = [Whole(d.id) for d in machine.devices if d.kind in HOSTS]
+    layers = [
+        layer
+        for layer in layers_of(graph)
+        if all(seats[n.name] in hosts for n in layer.nodes) and able(layer, machine.device(gpu), weights)
+    ]
+    if not layers:
+        return graph, seats
+    kept = sum(aligned(b.bytes) for b in planned.stream.blocks if (b.device, b.home) == (gpu, "resident"))
+    left = room_of(planned.physical.budgets, options.earlier.reserve)[gpu] - kept
+    slots = min(left // cache_bytes(layers, weights, 1), layers[0].experts - 1)
+    return cached(graph, layers, slots, gpu, seats) if slots > 0 else (graph, seats)
 
 
 def choose(variants: Sequence[Variant], machine: Machine) -> tuple[Manner, int | None]:
@@ -105,7 +162,12 @@ def _tried(
     wherever it is best; as if nothing passed through; each device alone."""
     rings = {gpu: ring_bytes(variants[0].graph)}
     alone = [(Manner(devices=(d.id,)),) for d in machine.devices]
-    for manners in ((Manner(rings, gpu), Manner(rings)), (Manner(),), *alone):
+    host = next(d.id for d in machine.devices if d.kind in HOSTS)
+    mixed = any(n.op == "expert_linear" for n in variants[0].graph.nodes)
+    ways = [(Manner(rings, gpu, gpu), Manner(rings, cache=gpu)), (Manner(cache=gpu),), *alone]
+    if mixed:
+        ways.insert(1, (Manner(rings, gpu, gpu, host),))
+    for manners in ways:
         for manner in manners:
             try:
                 planned = plan_all(variants, machine, manner)
@@ -115,7 +177,7 @@ def _tried(
             if manner.rings and Earlier((small.physical,)).streaming():
                 continue  # the host's memory keeps nothing that a ring could bring
             took = _request(small, large, machine)
-            yield took * (1 + FIRST * (manner == Manner())), manner, planned
+            yield took * (1 + FIRST * (not manner.rings and manner.devices is None)), manner, planned
             break
 
 

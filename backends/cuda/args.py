@@ -299,6 +299,32 @@ class ExpertSum(NamedTuple):
     rows: int
 
 
+class ExpertJoin(NamedTuple):
+    near: int
+    near_stride: int
+    far: int
+    far_stride: int
+    route: int
+    route_stride: int
+    y: int
+    y_stride: int
+    width: int
+    top_k: int
+    rows: int
+
+
+class ExpertCache(NamedTuple):
+    route: int
+    route_stride: int
+    table: int
+    asked: int
+    y: int
+    y_stride: int
+    experts: int
+    top_k: int
+    rows: int
+
+
 class Clamped(NamedTuple):
     gate: int
     gate_stride: int

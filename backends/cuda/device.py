@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from flashrt.backend import I64, U8, Compute, Memory, Place, Rect
@@ -62,15 +63,21 @@ class CudaDevice:
     def copy(self, src: Rect, dst: Rect) -> None:
         """Copies rows between this device, the host and other GPUs, beside what the device computes."""
         assert (src.rows, src.row_bytes) == (dst.rows, dst.row_bytes), (src, dst)
-        self.driver.copy(src, dst)
+        self.driver.copy((src, dst))
 
     def write(self, data: U8, dst: Place) -> None:
         """Host bytes into device memory."""
-        self.driver.copy(_line(Place(data, 0, len(data))), _line(dst, len(data)))
+        self.driver.copy((_line(Place(data, 0, len(data))), _line(dst, len(data))))
 
     def read(self, src: Place, out: U8) -> None:
         """The first bytes of a place, as many as `out` has room for."""
-        self.driver.copy(_line(src, len(out)), _line(Place(out, 0, len(out))))
+        self.driver.copy((_line(src, len(out)), _line(Place(out, 0, len(out)))))
+
+    def gather(self, pieces: Sequence[Place], dst: Place) -> None:
+        """Pieces side by side into device memory."""
+        ends = accumulate((piece.bytes for piece in pieces), initial=dst.offset)
+        there = (Place(dst.buffer, at, piece.bytes) for at, piece in zip(ends, pieces, strict=False))
+        self.driver.copy(*((_line(piece), _line(to)) for piece, to in zip(pieces, there, strict=True)))
 
     def lock(self, memory: U8) -> None:
         """Keeps host memory where it is while this device is open, for copies at the link's full rate."""

@@ -65,8 +65,9 @@ class Driver(Protocol):
     def at_work(self) -> AbstractContextManager[None]:
         """What this thread enqueues meanwhile goes to the device, in order."""
 
-    def copy(self, src: Rect, dst: Rect) -> None:
-        """Copies between host and device memory, beside the kernels; returns when it is done."""
+    def copy(self, *pairs: tuple[Rect, Rect]) -> None:
+        """Copies from the first to the second of each pair, between host and device memory, beside the
+        kernels; returns when all is done."""
 
     def mark(self) -> Mark:
         """A mark, not yet set."""
@@ -187,16 +188,17 @@ class GpuDriver:
         # CUDA's runtime takes device 0 for granted in a new thread, its driver has none there
         self._check(self._cuda.cuCtxSetCurrent(self._context))
 
-    def copy(self, src: Rect, dst: Rect) -> None:
+    def copy(self, *pairs: tuple[Rect, Rect]) -> None:
         self._enter()
         if not hasattr(self._own, "stream"):
             self._own.stream = self._torch.cuda.Stream(self._device, priority=-1)
             self._own.mark = self.mark(self._own.stream)
         stream = self._own.stream.cuda_stream
-        if src.rows == 1 or src.stride == dst.stride == src.row_bytes:
-            self._check(self._flat(src, dst, src.rows * src.row_bytes, stream))
-        else:
-            self._check(self._cuda.cuMemcpy2DAsync(self._pitched(src, dst), stream))
+        for src, dst in pairs:
+            if src.rows == 1 or src.stride == dst.stride == src.row_bytes:
+                self._check(self._flat(src, dst, src.rows * src.row_bytes, stream))
+            else:
+                self._check(self._cuda.cuMemcpy2DAsync(self._pitched(src, dst), stream))
         self._own.mark.set()
         self._own.mark.wait()
 

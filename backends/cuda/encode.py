@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 from flashrt.backend import ROOM
 from flashrt.backends.cuda import args, latent, prefill
 from flashrt.backends.cuda.args import Live, Step, launch
-from flashrt.backends.cuda.experts import expert_linear, expert_sum, gated_clamped, route
+from flashrt.backends.cuda.experts import (
+    expert_cache,
+    expert_join,
+    expert_linear,
+    expert_sum,
+    gated_clamped,
+    route,
+)
 from flashrt.backends.cuda.fuse import Joint, Row
 from flashrt.backends.cuda.linear import linear
 from flashrt.backends.cuda.operands import Operands, Tensor
@@ -345,6 +352,14 @@ def _expert_sum(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step
     return expert_sum(instr, ops)
 
 
+def _expert_join(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    return expert_join(instr, ops)
+
+
+def _expert_cache(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    return expert_cache(instr, ops)
+
+
 def _gated_clamped(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
     return gated_clamped(instr, ops)
 
@@ -372,5 +387,7 @@ _ENCODERS: Mapping[str, Encoder] = {
     "expert_linear": _expert_linear,
     "head_linear": _head_linear,
     "expert_sum": _expert_sum,
+    "expert_join": _expert_join,
+    "expert_cache": _expert_cache,
     "gated_clamped": _gated_clamped,
 }

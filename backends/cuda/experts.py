@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flashrt.backends.cuda import args
 from flashrt.backends.cuda.args import Step, launch
 from flashrt.backends.cuda.linear import DIGITS, KINDS, NAMES, PLAIN, WARPS, block_of, on_tiles
-from flashrt.backends.cuda.operands import Matrix, Operands, Tensor
+from flashrt.backends.cuda.operands import Matrix, Operands, Tensor, address_of
 from flashrt.errors import PlanError
 from flashrt.ir import micro, text
 from flashrt.ir.ops import LINEAR_BF16, LINEAR_EXACT
@@ -41,6 +41,30 @@ def expert_sum(instr: micro.Dispatch, ops: Operands) -> list[Step]:
         _whole(instr, "top_k"), ops.rows(y.rows),
     )  # fmt: skip
     return [launch("expert_sum", (-(-y.width // 256), ops.number(y.rows)), 256, fields)]
+
+
+def expert_join(instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    """The launch that adds up the rows of each token, of two products with experts."""
+    near, far, table = (ops.floats(arg) for arg in instr.args)
+    y = ops.floats(instr.dst)
+    fields = args.ExpertJoin(
+        near.address, near.stride, far.address, far.stride, table.address, table.stride, y.address, y.stride,
+        y.width, _whole(instr, "top_k"), ops.rows(y.rows),
+    )  # fmt: skip
+    return [launch("expert_join", (-(-y.width // 256), ops.number(y.rows)), 256, fields)]
+
+
+def expert_cache(instr: micro.Dispatch, ops: Operands) -> list[Step]:
+    """The launch that finds the choices which a cache has."""
+    x, table, y = ops.floats(instr.args[0]), ops.tensor(instr.args[1]), ops.floats(instr.dst)
+    experts, top_k = _whole(instr, "experts"), _whole(instr, "top_k")
+    before = 4 * experts * _whole(instr, "layer")
+    asked = address_of(ops.memory.state(instr.writes[0], ops.device))
+    fields = args.ExpertCache(
+        x.address, x.stride, table.address + before, asked + before, y.address, y.stride, experts, top_k,
+        ops.rows(x.rows),
+    )  # fmt: skip
+    return [launch("expert_cache", (-(-ops.number(x.rows) * 2 * top_k // 256),), 256, fields)]
 
 
 def gated_clamped(instr: micro.Dispatch, ops: Operands) -> list[Step]:

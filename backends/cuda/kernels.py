@@ -29,7 +29,7 @@ _ATTENTIONS = (ATTENTION_EXACT, ATTENTION_CACHED, ATTENTION_BF16)
 _PLAIN = (
     "rms_norm", "layer_norm", "rope_table", "rope", "rope_pairs", "gated", "activation",
     "add", "mul", "scale", "softcap", "slice", "view", "rows", "sample",
-    "route", "expert_sum", "gated_clamped",
+    "route", "expert_sum", "expert_join", "expert_cache", "gated_clamped",
 )  # fmt: skip
 
 

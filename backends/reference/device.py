@@ -164,7 +164,8 @@ def compute(row: Row, access: Access, env: Env) -> None:
     match row.instr:
         case micro.Quantize(scheme=scheme) as q:
             assert scheme in SCHEMES, scheme
-            access.slot(q.dst, env)[...] = SCHEMES[scheme](access.slot(q.src, env))
+            with np.errstate(invalid="ignore"):  # rows of experts that aren't there are NaN
+                access.slot(q.dst, env)[...] = SCHEMES[scheme](access.slot(q.src, env))
         case micro.Dispatch() as d:
             assert row.kernel is not None
             if d.dst is None or access.slot(d.dst, env).size:
@@ -206,7 +207,8 @@ def _dispatch(
     elif kernel.op == "expert_linear":
         dst[...] = _product("expert_linear", args, attrs, out, d.numerics, None)
     else:
-        dst[...] = evaluate_node(kernel.op, args, attrs, out)
+        state = access.state(d.writes[0], d.device) if d.writes else None
+        dst[...] = evaluate_node(kernel.op, args, attrs, out, kv=state)
 
 
 def _arrays(args: Sequence[micro.Arg], device: str, access: Access, env: Env) -> list[Array]:

@@ -10,14 +10,14 @@ import numpy as np
 from flashrt.backends.reference import aten, registry
 from flashrt.backends.reference import attention as paged
 from flashrt.backends.reference.arrays import DTYPE, Array, AttrMap, attr_at, shape_at, widen
-from flashrt.backends.reference.experts import EXPERTS, expert_linear
+from flashrt.backends.reference.experts import EXPERTS, expert_cache, expert_linear
 from flashrt.backends.reference.ops import NAMED, linear
 from flashrt.errors import PlanError
 from flashrt.ir import logical
 from flashrt.ir.ops import PRODUCTS
 from flashrt.ir.types import SYMBOL, TensorType, Weight, show
 
-STATEFUL = ("kv_write", "attention", "flashrt.attention")
+STATEFUL = ("kv_write", "attention", "flashrt.attention", "expert_cache")
 
 
 def known(op: str) -> bool:
@@ -51,7 +51,7 @@ def evaluate_node(
         attrs: its attributes with sizes as numbers. For aten: the arguments that aren't tensors.
         out: its type with a shape of numbers; the result has exactly this dtype and shape.
         numerics: the node's; matters to products and `attention`.
-        kv: the state of an attention, f32[P,2,Hk,16,D]; written in place.
+        kv: the state of an attention, f32[P,2,Hk,16,D], or of an `expert_cache`; written in place.
 
     Raises:
         PlanError: an unknown operation, or a result of another shape.
@@ -62,6 +62,9 @@ def evaluate_node(
             got: Array = linear(wide, numerics)
         elif op == "expert_linear":
             got = expert_linear(wide, attrs, numerics)
+        elif op == "expert_cache":
+            assert kv is not None, f"{op} needs its state"
+            got = expert_cache(wide, attrs, kv)
         elif op in EXPERTS:
             got = EXPERTS[op](wide, attrs, out)
         elif op in NAMED:

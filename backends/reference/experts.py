@@ -48,20 +48,42 @@ def _in_best_groups(choice: F32, attrs: AttrMap) -> F32:
 
 
 def expert_linear(inputs: Sequence[Array], attrs: AttrMap, numerics: str) -> F32:
-    """x [T,K] if shared, else [T*k,K], w [E*N,K], route [T,2k], bias [E*N] → [T*k,N].
+    """x [T,K] if shared, else [T*k,K], w [E*N,K], route [T,2k], bias [E*N] → [T*k,N], NaN for no expert.
 
     Rows of x beyond those are padding.
     """
     x, w, table, *bias = (real(a) for a in inputs)
     top_k, experts = attrs["top_k"], attrs["experts"]
-    ids = table[:, :top_k].astype(np.int64).reshape(-1)
+    ids = _numbers(table[:, :top_k], experts).reshape(-1)
     each = np.arange(len(ids)) // (top_k if attrs["shared"] else 1)
     n = len(w) // experts
-    out = np.zeros((len(ids), n), np.float32)
-    for e in np.unique(ids):
+    out = np.full((len(ids), n), np.nan, np.float32)
+    for e in np.unique(ids[ids >= 0]):
         rows, own = np.flatnonzero(ids == e), slice(e * n, (e + 1) * n)
         out[rows] = linear([x[each[rows]], w[own], *(b[own] for b in bias)], numerics)
     return out
+
+
+def _numbers(chosen: F32, experts: int) -> I64:
+    """Numbers of experts, -1 where there is no such expert."""
+    return np.where((chosen >= 0) & (chosen < experts), chosen, np.float32(-1)).astype(np.int64)
+
+
+def expert_cache(inputs: Sequence[Array], attrs: AttrMap, asked: Array) -> F32:
+    """route [T,2k], table [L*E] → [T,4k]: routes to the cache and past it. asked [L*E]: counts choices."""
+    route, table = real(inputs[0]), inputs[1].reshape(-1, attrs["experts"])[attrs["layer"]]
+    chosen, weights = np.split(route, [attrs["top_k"]], axis=1)
+    ids = _numbers(chosen, attrs["experts"])
+    np.add.at(asked.reshape(-1, attrs["experts"])[attrs["layer"]], ids[ids >= 0], 1)
+    slots = np.where(ids >= 0, table[ids] - 1, -1).astype(np.float32)
+    far = np.where(slots < 0, chosen, np.float32(-1))
+    return np.concatenate([slots, weights, far, weights], axis=1)
+
+
+def _expert_join(inputs: Sequence[Array], attrs: AttrMap, out: TensorType) -> F32:
+    near, far, route = (real(a) for a in inputs)
+    cached = route[:, : attrs["top_k"]].reshape(-1, 1) >= 0
+    return _expert_sum([np.where(cached, near, far), route], attrs, out)
 
 
 def _expert_sum(inputs: Sequence[Array], attrs: AttrMap, out: TensorType) -> F32:
@@ -92,10 +114,12 @@ def _moe(inputs: Sequence[Array], attrs: AttrMap, out: TensorType) -> F32:
     return _expert_sum([y, table], facts, out)
 
 
-# `expert_linear` is computed by flashrt.backends.reference.evaluate: it needs its numerics
+# flashrt.backends.reference.evaluate computes `expert_linear`, which needs its numerics, and `expert_cache`,
+# which needs its state
 EXPERTS: Mapping[str, Op] = {
     "route": route,
     "expert_sum": _expert_sum,
+    "expert_join": _expert_join,
     "gated_clamped": _gated_clamped,
     "flashrt.moe": _moe,
 }

@@ -102,6 +102,7 @@ def profile(
     with open_model(model, compiled, threads) as llm, progress("running"):
         steps = report.of_phase(_recorded(llm, prompt, max_tokens, raw=raw), phase)
         streams = {v.name: v.stream for v in llm.plan.variants}
+        kept = llm.program.experts.metrics() if llm.program.experts else None
     machine = engine.with_measured_rates(llm.plan.machine)
     if not steps:
         raise RequestError(f"no {phase} step ran", hint="a longer prompt prefills, more --max-tokens decode")
@@ -110,6 +111,8 @@ def profile(
     match form:
         case Form.table:
             _print(f"{llm.plan.name}, {phase} steps, by {by.value}", by, rows, account, top)
+            if kept is not None and kept.hit_share is not None:
+                show(f"{kept.slots} of {kept.experts} experts kept: {kept.hit_share:.0%} of those asked for")
         case Form.csv:
             writer = csv.DictWriter(sys.stdout, [f.name for f in fields(report.Row)], lineterminator="\n")
             writer.writeheader()

@@ -164,6 +164,8 @@ def _more_faults(op: str, types: Types, call: _Call) -> Faults:
             yield from _index_faults(types[1])
         case "embedding" | "rope_table":
             yield from _index_faults(types[0])
+        case "expert_cache":
+            yield from _differ("the state", call.states[0], types[1])
         case "attention":
             yield from _paged_faults(types[0], types[1:4])
             yield from _cache_faults(call)

@@ -31,6 +31,10 @@ ATTENTION_BF16 = "act=bf16 acc=f32 chunk=2pages kv=bf16"
 KV_WRITE_BF16 = "acc=f32 kv=bf16"
 LINEAR_F16 = "act=f16 acc=f32"
 
+# of a plan that keeps some experts on a second device: the input that says which, and the state that counts
+# how often each was asked for, i32[layers*experts] both
+EXPERT_TABLE, EXPERTS_ASKED = "experts.table", "experts.asked"
+
 # scheme of a `quantize` instruction → the type of what it makes of activations f32[T,K]
 QUANTIZED: Mapping[str, Callable[[Dim, Dim], TensorType]] = {
     "i8/32": lambda t, k: TensorType("u8", (t, k + ceildiv(k, 32) * 4)),
@@ -145,6 +149,23 @@ def _expert_linear(types: Types, attrs: Mapping[str, Value]) -> TensorType:
     return TensorType("f32", (tokens * top_k, rows // experts))
 
 
+def _expert_cache(types: Types, attrs: Mapping[str, Value]) -> TensorType:
+    route, table, top_k = types[0], types[1], _count(attrs, "top_k")
+    experts, layer = _count(attrs, "experts"), attrs["layer"]
+    rows = table.shape[0] if table.dtype == "i32" and len(table.shape) == 1 else 0
+    if route.shape[1] != 2 * top_k:
+        raise ValueError(f"route {route} doesn't match top_k={top_k}")
+    if not isinstance(rows, int) or not isinstance(layer, int) or not 0 <= layer < rows // experts:
+        raise ValueError(f"{table} has no row of {experts} experts for layer={layer}")
+    return TensorType("f32", (route.shape[0], 4 * top_k))
+
+
+def _expert_join(types: Types, attrs: Mapping[str, Value]) -> TensorType:
+    if types[0] != types[1]:
+        raise ValueError(f"rows {types[0]} and {types[1]} don't match")
+    return _expert_sum((types[0], types[2]), attrs)
+
+
 def _expert_sum(types: Types, attrs: Mapping[str, Value]) -> TensorType:
     y, route, top_k = types[0], types[1], _count(attrs, "top_k")
     if y.shape[0] != route.shape[0] * top_k or route.shape[1] != 2 * top_k:
@@ -166,6 +187,12 @@ def _heavy(types: Types, out: TensorType, attrs: Mapping[str, Value]) -> Dim:
 
 def _matrix(types: Types, out: TensorType, attrs: Mapping[str, Value]) -> Dim:
     return out.elements * types[1].shape[1] * 2
+
+
+def _by_expert(types: Types, out: TensorType, attrs: Mapping[str, Value]) -> Dim:
+    share = attrs.get("share", 1)
+    assert isinstance(share, int | float)
+    return _matrix(types, out, attrs) * share
 
 
 def _by_head(types: Types, out: TensorType, attrs: Mapping[str, Value]) -> Dim:
@@ -263,14 +290,28 @@ OPS: Mapping[str, Op] = {
     ),
     "expert_linear": Op(
         "(x, @w[E*N,K], route f32[T,2*top_k], @bias[E*N] if bias) experts top_k shared bias "
-        "→ f32[T*top_k,N]: row t*top_k+j is x·wᵀ + bias of expert route[t,j], whose rows lie together; "
-        "x[T,K] if shared, else a row for each choice, x[T*top_k,K]",
-        _expert_linear, _matrix, ANY, "a matrix product: fastest where bandwidth and matrix units are",
+        "→ f32[T*top_k,N]: row t*top_k+j is x·wᵀ + bias of expert route[t,j], whose rows lie together, NaN "
+        "where there is none; x[T,K] if shared, else a row for each choice, x[T*top_k,K]. share: of the "
+        "choices, how many are expected to be of these experts (all); layer: of the cache they are in",
+        _expert_linear, _by_expert, ANY, "a matrix product: fastest where bandwidth and matrix units are",
         numerics=LINEAR_EXACT, weighted=1, needs=("experts", "top_k", "shared", "bias"),
     ),
     "expert_sum": Op(
         "(y[T*top_k,C], route f32[T,2*top_k]) top_k → f32[T,C]: Σ route[t,top_k+j]·y[t*top_k+j], j upwards",
         _expert_sum, _quick, ANY, "elementwise; stays beside its products", needs=("top_k",),
+    ),
+    "expert_cache": Op(
+        "(route f32[T,2*top_k], table i32[L*experts]) top_k experts slots layer → f32[T,4*top_k]: choices "
+        "that a cache of `slots` experts has, and the others. table: of each layer and expert 1 + its slot, "
+        "0 without one. First the route with slots in place of experts, -1 for those without; then the "
+        "route with -1 for those with one. Counts each choice in its state, i32[L*experts]",
+        _expert_cache, _quick, ("gpu",), "small; beside the cache",
+        needs=("top_k", "experts", "slots", "layer"),
+    ),
+    "expert_join": Op(
+        "(near f32[T*top_k,C], far, route f32[T,2*top_k]) top_k → f32[T,C]: expert_sum of the rows of `near` "
+        "where the route has a number from 0, of `far` where it hasn't",
+        _expert_join, _quick, ("gpu",), "elementwise; beside the cache", needs=("top_k",),
     ),
     "gated_clamped": Op(
         "(gate, up) alpha limit → (clip(up, ±limit) + 1)·g·sigmoid(alpha·g), g = min(gate, limit)",

@@ -396,6 +396,11 @@ class State:
     name: str
     type: TensorType
 
+    @property
+    def paged(self) -> bool:
+        """Whether it is the pages of a cache."""
+        return any("P" in symbols_of(d) for d in self.type.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Output:

@@ -8,8 +8,9 @@ handed (`flashrt.backend.Memory`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from flashrt.backend import I64, U8, BlockSource, OpenDevice, Place, Rect, Remote
+from flashrt.backend import I64, U8, BlockSource, OpenDevice, Place, Remote
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
 from flashrt.ir.bounds import Bounds
@@ -80,7 +81,7 @@ class Residents:
         self._codes: list[tuple[str, Any]] = []  # those that say themselves what they hold
         self._remotes = {id: d for id, d in devices.items() if isinstance(d, Remote)}
         self._streams = streams
-        self._ways: dict[tuple[str, Weight, int, int], list[Place]] = {}  # as `_pieces` has them
+        self._ways: dict[tuple[str, Weight, int, int], list[Place]] = {}  # as `pieces` has them
         self._largest: dict[tuple[str, Owner], int] = {}
         self._common: dict[tuple[str, Owner], Place] = {}
         for stream in streams:
@@ -90,6 +91,9 @@ class Residents:
                 self._expect(device, "staging", nbytes)
         self._taken: Mapping[Shared, Sequence[tuple[Extent, Place]]] = {}  # as in `Estate`
         self._taken_states: Mapping[tuple[str, str], Place] = {}
+        # where rows of a weight lie of which a device keeps some, piece by piece, while `steady` is held
+        self.nearby: Callable[[str, Weight, int, int], Sequence[Place]] = lambda *_: ()
+        self.steady: AbstractContextManager[object] = nullcontext()
 
     @property
     def states(self) -> Mapping[tuple[str, str], Place]:
@@ -192,7 +196,7 @@ class Residents:
         """Keeps the host's memory where it is from which the stream's blocks are copied in each step."""
         found: dict[tuple[str, int], Any] = {}
         for block in self._streaming(stream):
-            for place in self._pieces(block.device, weights[block.name], block.lo, block.hi):
+            for place in self.pieces(block.device, weights[block.name], block.lo, block.hi):
                 if _on_host(place):
                     found[block.device, id(place.buffer)] = place.buffer
         for (device, _), buffer in found.items():
@@ -234,6 +238,14 @@ class Residents:
     def _find(self, weight: Weight, pool: str, lo: int, hi: int) -> Place | None:
         """Where these rows lie in a pool."""
         return _within(self._kept.get((weight, pool), ()), weight, lo, hi)
+
+    def place_of(self, weight: Weight, device: str) -> Place | None:
+        """Where all rows of a weight lie, if a device keeps them."""
+        return self._find(weight, self._pool(device), 0, size(weight.type.shape[0], {}))
+
+    def remote(self, device: str) -> Remote | None:
+        """The device, if the host can't see its memory."""
+        return self._remotes.get(device)
 
     def state(self, name: str, device: str, nbytes: int) -> Place:
         """The state's memory on a device, zero at first."""
@@ -319,7 +331,7 @@ class Residents:
         self._held.clear()
         self._codes.clear()
 
-    def _pieces(self, device: str, weight: Weight, lo: int, hi: int) -> Sequence[Place]:
+    def pieces(self, device: str, weight: Weight, lo: int, hi: int) -> Sequence[Place]:
         """Where rows [lo, hi) lie, piece by piece, in the host's memory or on the device; empty when not all
         of them do."""
         key = (device, weight, lo, hi)
@@ -335,14 +347,10 @@ class Residents:
         if isinstance(place.buffer, np.ndarray):
             self.source.read(weight, lo, hi, host_view(place))
             return
-        if pieces := self._pieces(device, weight, lo, hi):
-            at = place.offset
-            for piece in pieces:
-                there = Place(place.buffer, at, piece.bytes)
-                row = (0, 1, piece.bytes, piece.bytes)
-                self.devices[device].copy(Rect(piece, *row), Rect(there, *row))
-                at += piece.bytes
-            return
+        with self.steady:
+            if pieces := self.nearby(device, weight, lo, hi) or self.pieces(device, weight, lo, hi):
+                self._remotes[device].gather(pieces, place)
+                return
         staging = np.empty(place.bytes, np.uint8)
         self.source.read(weight, lo, hi, staging)
         self.devices[device].write(staging, place)

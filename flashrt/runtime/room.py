@@ -75,14 +75,14 @@ def remarks(plan: Plan, wanted: int, pages: int) -> tuple[str, ...]:
 
 
 def _page_bytes(variant: Variant, device: str) -> int:
-    """Bytes of a page of all states that a device has."""
+    """Bytes of a page of the caches that a device has."""
     held = {
         state
         for i in variant.stream.instrs
         if isinstance(i, micro.Dispatch) and i.device == device
         for state in (*i.reads, *i.writes)
     }
-    return sum(size(s.type.bytes, {"P": 1}) for s in variant.stream.states if s.name in held)
+    return sum(size(s.type.bytes, {"P": 1}) for s in variant.stream.states if s.paged and s.name in held)
 
 
 def _beside_state(plan: Plan, device: str) -> int:

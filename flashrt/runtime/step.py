@@ -76,6 +76,10 @@ def _relied_on(
             yield args[0], shape(args[1])[0] - 1, "token id"
         case "rows":
             yield args[1], shape(args[0])[0] - 1, "row"
+        case "expert_cache":
+            slots = instr.attr("slots")
+            assert isinstance(slots, int)
+            yield args[1], slots, "slot"
         case "kv_write" | "attention":
             positions, seq, pages = _paged(instr)
             (state,) = instr.writes or instr.reads

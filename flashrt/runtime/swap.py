@@ -16,8 +16,14 @@ Contents = Mapping[str, U8]  # state → its pages, [page, byte]
 
 
 def states_of(program: Program) -> dict[str, State]:
-    """The states of a program's plan."""
-    return {s.name: s for v in program.plan.variants for s in v.stream.states}
+    """The states of a program's plan that are its cache."""
+    return {s.name: s for v in program.plan.variants for s in v.stream.states if s.paged}
+
+
+def places_of(program: Program) -> dict[tuple[str, str], Place]:
+    """(state, device) → where a program has it, of those there are."""
+    types = states_of(program)
+    return {key: place for key, place in program.residents.states.items() if key[0] in types}
 
 
 def page_bytes(state: State) -> int:
@@ -39,8 +45,9 @@ class Elder:
     @staticmethod
     def of(program: Program, *, weights: bool = True) -> Elder:
         """What it has now. weights: those, too, besides the cache."""
-        estate = program.residents.estate()
-        return Elder(estate if weights else estate._replace(weights={}), program.pages, states_of(program))
+        estate, own = program.residents.estate(), states_of(program)
+        estate = estate._replace(states={k: place for k, place in estate.states.items() if k[0] in own})
+        return Elder(estate if weights else estate._replace(weights={}), program.pages, own)
 
     def left_to(self, program: Program) -> None:
         """Lets a program that has nothing loaded yet take over what it needs."""
@@ -50,7 +57,7 @@ class Elder:
     def same(self, program: Program) -> bool:
         """Whether the program's cache is this one: nothing needs to move."""
         mine = {id(place) for place in self.estate.states.values()}
-        return all(id(place) in mine for place in program.residents.states.values())
+        return all(id(place) in mine for place in places_of(program).values())
 
 
 def read(program: Program, pages: Sequence[int], lost: Collection[str] = ()) -> Contents | None:
@@ -62,7 +69,7 @@ def read(program: Program, pages: Sequence[int], lost: Collection[str] = ()) -> 
     found: dict[str, U8] = {}
     types = states_of(program)
     try:
-        for (name, device), place in program.residents.states.items():
+        for (name, device), place in places_of(program).items():
             if name in found:
                 return None  # in two places: neither has all of it
             if device in lost and not program.devices[device].spec.pool:
@@ -88,7 +95,7 @@ def write(program: Program, pages: Sequence[int], contents: Contents, types: Ite
 
     types: of the states in `contents`.
     """
-    mine, places = states_of(program), program.residents.states
+    mine, places = states_of(program), places_of(program)
     if any(mine.get(s.name) != s for s in types) or {name for name, _ in places} != contents.keys():
         return False
     for (name, device), place in places.items():

@@ -81,13 +81,16 @@ class Replanning:
     """The live loop: when it last decided where the splits should stand, and how often it moved them.
 
     planned_at: None where there are none. recompiles: how often another plan took over; last_recompile:
-    why it did, or why the last attempt came to nothing.
+    why it did, or why the last attempt came to nothing. hit_share: of the experts that tokens chose lately,
+    the share that a GPU had which keeps some; None where none does. exchanged: how many it was given.
     """
 
     planned_at: float | None
     switches: int
     recompiles: int = 0
     last_recompile: str = ""
+    hit_share: float | None = None
+    exchanged: int = 0
 
 
 @dataclass(frozen=True, slots=True)

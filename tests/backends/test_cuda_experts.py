@@ -15,7 +15,7 @@ from flashrt.layouts import LAYOUTS, pack_plain
 from tests.backends.cpu_streams import packed
 from tests.backends.cuda_streams import F32, agree, in_turns, run
 from tests.backends.kernel_texts import AT
-from tests.backends.test_cpu_experts import ROUTE, product, routes
+from tests.backends.test_cpu_experts import NUMERICS, ROUTE, product, routes
 from tests.backends.test_cuda_kernels import LINEAR, f32, linear
 
 RNG = np.random.default_rng(11)
@@ -207,6 +207,72 @@ slot %2 cpu:0 f32[T,{width}]
 dispatch {AT} kernel=expert_sum args=[%0,%1] dst=%2 attrs={{top_k={top_k}}} {EXACT}
 """
     agree(gpu, text, {0: r(t * top_k, width), 1: routes(t, 9, top_k)}, 2, tolerance=0, T=t)
+
+
+def mixture(layout: str, experts: int, slots: int, n: int, k: int, top_k: int, how: str) -> str:
+    """Slot 7: the sum of what experts of a cache and others make, slot 8: that of all of one weight."""
+    numerics, scheme = NUMERICS[how]
+    x = f"u8[T,{k + k // 32 * 4}]" if scheme else f"f32[T,{k}]"
+    first = f'quantize {AT} src=%0 dst=%9 scheme="{scheme}"\n' if scheme else ""
+    of, facts = 9 if scheme else 0, f"bias=false,shared=true,top_k={top_k}"
+    ranges = f"%4[0:{2 * top_k}]", f"%4[{2 * top_k}:{4 * top_k}]"
+
+    def product(weight: str, route: str, dst: int, count: int) -> str:
+        return (
+            f"dispatch {AT} kernel=expert_linear.{layout} args=[%{of},@{weight},{route}] dst=%{dst} "
+            f"attrs={{{facts},experts={count}}} {numerics}\n"
+        )
+
+    return f"""weight w f32[{experts * n},{k}] sources=[w] layout={layout}
+weight far f32[{experts * n},{k}] sources=[w] layout={layout}
+weight near f32[{slots * n},{k}] sources=[w] layout={layout}
+state kv i32[{2 * experts}]
+slot %0 cpu:0 f32[T,{k}]
+slot %1 cpu:0 f32[T,{2 * top_k}]
+slot %2 cpu:0 i32[{2 * experts}]
+slot %3 cpu:0 f32[{top_k}*T,{n}]
+slot %4 cpu:0 f32[T,{4 * top_k}]
+slot %5 cpu:0 f32[{top_k}*T,{n}]
+slot %6 cpu:0 f32[{top_k}*T,{n}]
+slot %7 cpu:0 f32[T,{n}]
+slot %8 cpu:0 f32[T,{n}]
+slot %9 cpu:0 {x}
+block w cpu:0 lo=0 hi={experts * n} bytes=0
+block far cpu:0 lo=0 hi={experts * n} bytes=0
+block near cpu:0 lo=0 hi={slots * n} bytes=0
+{first}dispatch {AT} kernel=expert_cache args=[%1,%2] dst=%4 attrs={{experts={experts},layer=1,slots={slots},top_k={top_k}}} {EXACT} reads=[kv] writes=[kv]
+{product("near", ranges[0], 5, slots)}{product("far", ranges[1], 6, experts)}\
+dispatch {AT} kernel=expert_join args=[%5,%6,{ranges[0]}] dst=%7 attrs={{top_k={top_k}}} {EXACT}
+{product("w", "%1", 3, experts)}dispatch {AT} kernel=expert_sum args=[%3,%1] dst=%8 attrs={{top_k={top_k}}} {EXACT}
+"""  # noqa: E501 (lines of a .micro)
+
+
+@pytest.mark.parametrize("layout,how", [("q4.16x32", "f32"), ("q8.16x32", "i8"), ("f32", "f32")])
+@pytest.mark.parametrize("t,experts,top_k", [(1, 33, 8), (7, 9, 3)])
+def test_a_cache_of_experts_and_the_others_make_the_bits_of_all(
+    gpu: CudaDevice, layout: str, how: str, t: int, experts: int, top_k: int
+) -> None:
+    """Neither side reads weights of the other's experts: those are NaN here. Choices are counted."""
+    slots, n, k = 5, 48, 96
+    table = np.zeros((2, experts), np.int32)
+    table[0] = slots + 1  # another layer's
+    held = {int(e): s for s, e in enumerate(RNG.permutation(experts)[: slots - 1])}
+    table[1, list(held)] = [s + 1 for s in held.values()]
+    w = packed(layout, experts * n, k).reshape(experts, -1)
+    far, near = w.copy(), np.full((slots, w.shape[1]), 0xFF, np.uint8)
+    for e, s in held.items():
+        near[s], far[e] = w[e], 0xFF
+    blocks = {"w": w.reshape(-1), "far": far.reshape(-1), "near": near.reshape(-1)}
+    route, text = routes(t, experts, top_k), mixture(layout, experts, slots, n, k, top_k, how)
+    values = {0: r(t, k), 1: route, 2: table.reshape(-1)}
+    nothing = np.zeros(2 * experts, np.float32)
+    memory = run(gpu, text, values, blocks, nothing, T=t)
+    assert np.isfinite(memory.read(8)).all()
+    assert memory.read(7).tobytes() == memory.read(8).tobytes()
+    counted = memory.state_bytes("kv").view(np.int32).reshape(2, experts)
+    asked = np.bincount(route[:, :top_k].astype(int).reshape(-1), minlength=experts)
+    assert not counted[0].any() and counted[1].tolist() == asked.tolist()
+    agree(gpu, text, values, 7, blocks, state=nothing, tolerance=TOLERANCE[how], T=t)
 
 
 @pytest.mark.parametrize("t,width", [(1, 64), (7, 35), (2, 700)])

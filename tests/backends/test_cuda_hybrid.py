@@ -378,9 +378,9 @@ def test_a_step_is_one_launch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -
 
         return launched
 
-    def noted(src: Rect, dst: Rect) -> None:
+    def noted(*pairs: tuple[Rect, Rect]) -> None:
         log.append("copy")
-        copy(src, dst)
+        copy(*pairs)
 
     monkeypatch.setattr(driver, "record", replayed)
     monkeypatch.setattr(driver, "copy", noted)

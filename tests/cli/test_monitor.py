@@ -179,7 +179,7 @@ def test_the_picture_fits(width: int, plan: str) -> None:
     long = status(
         machine, model="a model with a name that is far too long for any terminal, even a wide one" * 2,
         variant="small", symbols={"T": 1}, step=0.004,
-        replanning=Replanning(99.6, 3, 1, "cpu:9-9 is gone: " + "unplugged " * 20),
+        replanning=Replanning(99.6, 3, 1, "cpu:9-9 is gone: " + "unplugged " * 20, 0.83, 12),
         splits=tuple(Splits(f"s{i}", 96, 0, 128) for i in range(20)),
         lanes=(Lane(ids[0], "compute", 0.003, 0.0005, (Work("i8", "", "", 3e7, 4e8),)),),
     )  # fmt: skip
@@ -195,6 +195,7 @@ def test_the_picture_fits(width: int, plan: str) -> None:
     for words in ("re-planned 0.4 s ago", "3 switches", "s0", "96", "and 12 more", f"{ids[0]} compute"):
         assert words in text
     assert "1 re-compile" in text
+    assert "83% of the experts asked for are kept, 12 exchanged" in " ".join(text.split())
     assert "last re-compile because cpu:9-9 is gone: unplugged" in " ".join(text.split())
 
 

@@ -7,6 +7,8 @@ from zlib import crc32
 
 import numpy as np
 
+from benchmarks.gpu_experts import Chosen
+from benchmarks.gpu_experts import run as run_experts
 from benchmarks.gpu_hybrid import Asked, Hybrid, run
 from benchmarks.llama_shape import RandomSource, Shape
 from flashrt.backend import U8, OpenDevice
@@ -82,3 +84,24 @@ def test_tokens_are_those_of_a_gpu_with_room_for_everything() -> None:
         assert passes == ({"gpu:0"} if budget == SMALL else set())
         hybrid.close()
     assert found[0] == found[1]
+
+
+def test_the_benchmark_of_experts_runs_and_tells() -> None:
+    """Where the GPU keeps some, the tokens are the same, and in the end those asked for most are there."""
+    shape = Shape(
+        layers=3,
+        hidden=256,
+        ffn=256,
+        heads=4,
+        kv_heads=2,
+        head=64,
+        vocab=512,
+        experts=16,
+        top_k=2,
+        context=64,
+    )
+    chosen = Chosen(shape, 1_800_000, settle=1.0, answer=8, numerics="exact")
+    told = "\n".join(run_experts(Pretend(computes=True), chosen))
+    assert re.search(r"with: 0 layers' experts on gpu:0, and [1-9] experts of each of 3 more", told), told
+    assert re.search(r"  [1-9]\d?% of choices kept, [1-9]\d* exchanged$", told, re.M), told
+    assert len(re.findall(r"decode +[\d.]+ tok/s  plan [\d.]+", told)) == 3 and told.endswith("same 1.00")

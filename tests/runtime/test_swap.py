@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,9 @@ class Far(ReferenceDevice):
 
     def lock(self, memory: U8) -> None:
         pass
+
+    def gather(self, pieces: Sequence[Place], dst: Place) -> None:
+        raise NotImplementedError
 
     def read(self, src: Place, out: U8) -> None:
         if self.lost:

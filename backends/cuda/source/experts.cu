@@ -224,6 +224,66 @@ extern "C" __global__ void expert_sum(ExpertSumArgs a) {
   a.y[row * a.y_stride + i] = sum;
 }
 
+// y[t] = Σ weight·x[t·top_k + j], j upwards, x that of `near` where the route has a number from 0, else of `far`.
+struct ExpertJoinArgs {
+  const float* near;
+  i64 near_stride;
+  const float* far;
+  i64 far_stride;
+  const float* route;
+  i64 route_stride;
+  float* y;
+  i64 y_stride, width, top_k;
+  const i64* rows;
+};
+
+extern "C" __global__ void expert_join(ExpertJoinArgs a) {
+  let_others_start();
+  after_others();
+  const i64 row = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
+  if (row >= *a.rows || i >= a.width) return;
+  const float* route = a.route + row * a.route_stride;
+  float sum = 0.f;
+  for (i64 j = 0; j < a.top_k; ++j) {
+    const i64 pair = row * a.top_k + j;
+    const float x = route[j] >= 0.f ? a.near[pair * a.near_stride + i] : a.far[pair * a.far_stride + i];
+    sum = __fadd_rn(sum, __fmul_rn(route[a.top_k + j], x));
+  }
+  a.y[row * a.y_stride + i] = sum;
+}
+
+// Which choices a cache of experts has: the route with slots for experts, -1 for those that have none; then the route
+// with -1 for those that have one. Counts the choices.
+struct ExpertCacheArgs {
+  const float* route;
+  i64 route_stride;
+  const int* table;  // of each expert 1 + its slot, or 0
+  int* asked;        // of each expert
+  float* y;
+  i64 y_stride, experts, top_k;
+  const i64* rows;
+};
+
+extern "C" __global__ void expert_cache(ExpertCacheArgs a) {
+  let_others_start();
+  after_others();
+  const int wide = 2 * (int)a.top_k, i = blockIdx.x * 256 + threadIdx.x;
+  if (i >= (int)*a.rows * wide) return;
+  const int row = i / wide, c = i % wide;
+  const float v = a.route[row * a.route_stride + c];
+  float near = v, far = v;
+  if (c < (int)a.top_k) {
+    const bool known = v >= 0.f && v < (float)a.experts;
+    const int slot = known ? a.table[(int)v] : 0;
+    near = (float)(slot - 1);
+    if (slot) far = -1.f;
+    if (known) atomicAdd(a.asked + (int)v, 1);
+  }
+  float* y = a.y + row * a.y_stride + c;
+  y[0] = near;
+  y[wide] = far;
+}
+
 // y = (clip(up, ±limit) + 1)·g·sigmoid(alpha·g), g = min(gate, limit)
 struct ClampedArgs {
   const float* gate;

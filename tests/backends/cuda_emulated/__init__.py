@@ -123,10 +123,11 @@ class EmulatedDriver:
     def at_work(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def copy(self, src: Rect, dst: Rect) -> None:
-        up, down = (isinstance(rect.place.buffer, np.ndarray) for rect in (src, dst))
-        self.copies["up" if up else "down" if down else "across"].append(src.rows * src.row_bytes)
-        _bytes(dst).copy_(_bytes(src))
+    def copy(self, *pairs: tuple[Rect, Rect]) -> None:
+        for src, dst in pairs:
+            up, down = (isinstance(rect.place.buffer, np.ndarray) for rect in (src, dst))
+            self.copies["up" if up else "down" if down else "across"].append(src.rows * src.row_bytes)
+            _bytes(dst).copy_(_bytes(src))
 
     def mark(self) -> Reached:
         return Reached()
