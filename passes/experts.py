@@ -34,8 +34,10 @@ SKEW = 0.7  # a share x of the experts, those asked for most, is taken to get x 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer's experts. last: the sum of their results; nodes: from the first products to it, in order."""
+    """A layer's experts. router: what makes the route, with it; last: the sum of their results; nodes: from the
+    first products to it, in order."""
 
+    router: tuple[logical.Node, ...]
     route: logical.Node
     nodes: tuple[logical.Node, ...]
     last: logical.Node
@@ -86,11 +88,22 @@ def _layers(graph: logical.Graph) -> Iterator[Layer]:
             inner.add(node.name)
             if not (node.op == "expert_linear" and node.attr("shared")):
                 ahead += [i[1:] for i in node.inputs if i[0] == "%" and i != last.inputs[1]]
-        layer = Layer(nodes[last.inputs[1][1:]], tuple(n for n in graph.nodes if n.name in inner), last)
+        route = nodes[last.inputs[1][1:]]
+        own = tuple(n for n in graph.nodes if n.name in inner)
+        layer = Layer(_router(route, nodes, users), route, own, last)
         alone = all(u.name in inner or u is last for name in inner for u in users[name])
         routes = {n.inputs[2] for n in layer.products}
         if alone and not outputs & inner and routes == {last.inputs[1]} and _whole_groups(layer, weights):
             yield layer
+
+
+def _router(
+    route: logical.Node, nodes: Mapping[str, logical.Node], users: Mapping[str, Sequence[logical.Node]]
+) -> tuple[logical.Node, ...]:
+    """The route, and the product that it alone reads."""
+    scores = nodes.get(route.inputs[0][1:])
+    alone = scores is not None and scores.op == "linear" and list(users[scores.name]) == [route]
+    return (scores, route) if scores is not None and alone else (route,)
 
 
 def _whole_groups(layer: Layer, weights: Mapping[str, Weight]) -> bool:
@@ -105,8 +118,14 @@ def _whole_groups(layer: Layer, weights: Mapping[str, Weight]) -> bool:
 
 def able(layer: Layer, device: Device, weights: Mapping[str, Weight]) -> bool:
     """Whether a device has the kernels of a layer's cache."""
-    own = all(device.supports(kernel_of(n, weights), n.numerics) for n in layer.nodes)
+    own = all(device.supports(kernel_of(n, weights), n.numerics) for n in (*layer.router, *layer.nodes))
     return own and all(device.supports(op, EXACT) for op in ("expert_cache", "expert_join", "slice"))
+
+
+def router_bytes(layers: Sequence[Layer], weights: Mapping[str, Weight]) -> int:
+    """Bytes of what the routers of some layers read."""
+    read = {i[1:] for layer in layers for n in layer.router for i in n.inputs if i[0] == "@"}
+    return sum(aligned(block_bytes(weights[name])) for name in read)
 
 
 def cache_bytes(layers: Sequence[Layer], weights: Mapping[str, Weight], slots: int) -> int:
@@ -123,7 +142,7 @@ def cached(
 ) -> tuple[logical.Graph, dict[str, Seat]]:
     """The graph with a cache of `slots` experts of each layer on a device, and where its nodes sit.
 
-    seats: where those of the graph do.
+    seats: where those of the graph do. Routers come to the device: both sides wait for what they say.
     """
     experts, share = layers[0].experts, hit_share(slots, layers[0].experts)
     told = f"{slots} of the layer's {experts} experts are kept here, for about {share:.0%} of the choices"
@@ -142,6 +161,7 @@ def cached(
         nodes[layer.last.name] = [join]
     flat = tuple(n for some in nodes.values() for n in some)
     here = {n.name: Whole(device, False, told) for n in flat if n.op == "expert_join" or n.name not in seats}
+    here |= {n.name: Whole(device) for layer in layers for n in layer.router}
     return (
         replace(
             graph,

@@ -19,7 +19,7 @@ from flashrt.layouts import aligned
 from flashrt.machine import Device, Machine
 from flashrt.passes.budget import HOSTS, room_of, state_bytes
 from flashrt.passes.cost import block_bytes, kernel_of
-from flashrt.passes.experts import able, cache_bytes, cached, layers_of
+from flashrt.passes.experts import able, cache_bytes, cached, layers_of, router_bytes
 from flashrt.passes.lending import PASSED, ring_bytes
 from flashrt.passes.pipeline import GAIN, Check, Options, Planned, plan, reserve, step_time
 from flashrt.passes.spread import Seat, Whole
@@ -119,6 +119,7 @@ def _cached(
         return graph, seats
     kept = sum(aligned(b.bytes) for b in planned.stream.blocks if (b.device, b.home) == (gpu, "resident"))
     left = room_of(planned.physical.budgets, options.earlier.reserve)[gpu] - kept
+    left -= router_bytes([a for a in layers if any(seats[n.name] != Whole(gpu) for n in a.router)], weights)
     slots = min(left // cache_bytes(layers, weights, 1), layers[0].experts - 1)
     return cached(graph, layers, slots, gpu, seats) if slots > 0 else (graph, seats)
 
