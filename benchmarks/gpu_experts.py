@@ -1,6 +1,6 @@
 """Does a GPU that is too small for a mixture of experts generate sooner when it keeps those asked for most?
 
-python -m benchmarks.gpu_experts [--layers 24] [--budget 3] [--spread 0.5] [--skew 0.4] [--request 512 512]
+python -m benchmarks.gpu_experts [--layers 24] [--budget 3] [--spread 0.5] [--skew 0.25] [--request 512 512]
                                  [--settle 10] [--answer 64] [--numerics fast]
 
 Layers of Qwen3-30B-A3B's shape (128 experts of 768 channels, of which a token uses 8) with random weights in
@@ -91,7 +91,7 @@ class Chosen:
     shape: Shape = QWEN
     budget: int = 3 << 30
     spread: float = 0.5
-    skew: float = 0.4
+    skew: float = 0.25
     request: tuple[int, int] = (512, 512)
     settle: float = 10.0
     answer: int = 64
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=QWEN.layers)
     parser.add_argument("--budget", type=float, default=3)
     parser.add_argument("--spread", type=float, default=0.5)
-    parser.add_argument("--skew", type=float, default=0.4)
+    parser.add_argument("--skew", type=float, default=0.25)
     parser.add_argument("--request", type=int, nargs=2, default=(512, 512))
     parser.add_argument("--settle", type=float, default=10.0)
     parser.add_argument("--answer", type=int, default=64)

@@ -53,18 +53,6 @@ __device__ __forceinline__ float unpacked(const char* group, int nblk, int r, i6
   return __fadd_rn(__fmul_rn(scale, n), half_to_float(halves[(i64)nblk * 16 + b * 16 + r]));
 }
 
-// Eight weights of q4 as four pairs of bf16: the scale is taken in two parts, which make exact products with −8…7, so
-// that only the sum of both is rounded.
-__device__ __forceinline__ void unpack_eight(u32 q, float scale, u32* out) {
-  const u32 whole = __float_as_uint(scale), rest = __float_as_uint(scale - __uint_as_float(whole & 0xffff0000u));
-  const u32 high = bytes_of(whole, whole, 0x3232), low = bytes_of(rest, rest, 0x3232), w = bytes_of(q, 0, 0x3120);
-#pragma unroll
-  for (int p = 0; p < 4; ++p) {  // of inputs 0 1, 4 5, 2 3, 6 7
-    const u32 v = add_bf16x2(w >> 4 * p & 0x000f000fu | 0x43004300u, 0xc308c308u);  // 128 + q − 136
-    out[(p & 1) * 2 + (p >> 1)] = fma_bf16x2(v, high, fma_bf16x2(v, low, 0x80008000u));
-  }
-}
-
 // A warp takes a block of 32 inputs of 16 rows, two lanes a row.
 extern "C" __global__ void __launch_bounds__(256) unpack(UnpackArgs a) {
   let_others_start();
@@ -81,10 +69,6 @@ extern "C" __global__ void __launch_bounds__(256) unpack(UnpackArgs a) {
     const u16* scales = (const u16*)(from + (i64)nblk * (format == 8 ? 512 : 256)) + b * 16 + r;
     const float scale = half_to_float(scales[0]), least = format == 5 ? half_to_float(scales[(i64)nblk * 16]) : 0.f;
     u32 out[8];
-    if (format == 4) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) unpack_eight(*(const u32*)(quants + (2 * half + c) * 64 + r * 4), scale, out + 4 * c);
-    } else
 #pragma unroll
     for (int c = 0; c < 4; ++c) {  // four values each
       float v[4];
@@ -94,11 +78,12 @@ extern "C" __global__ void __launch_bounds__(256) unpack(UnpackArgs a) {
       } else {
         const u32 q = *(const u32*)(quants + (2 * half + (c >> 1)) * 64 + r * 4) >> 4 * (c & 1);
         for (int e = 0; e < 4; ++e) {
-          v[e] = __fadd_rn(__fmul_rn(scale, (float)(q >> 8 * e & 15)), least);
+          const float n = (float)(q >> 8 * e & 15);
+          v[e] = format == 4 ? scale * (n - 8.f) : __fadd_rn(__fmul_rn(scale, n), least);
         }
       }
-      out[2 * c] = pair_of(v[0], v[1]);
-      out[2 * c + 1] = pair_of(v[2], v[3]);
+      out[2 * c] = pair(bf16_of(v[0]), bf16_of(v[1]));
+      out[2 * c + 1] = pair(bf16_of(v[2]), bf16_of(v[3]));
     }
     if (row >= a.n) continue;
     u16* y = a.y + row * a.k + k;
