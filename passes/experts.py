@@ -34,8 +34,8 @@ SKEW = 0.7  # a share x of the experts, those asked for most, is taken to get x 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer's experts. router: what makes the route, with it; last: the sum of their results; nodes: from the
-    first products to it, in order."""
+    """A layer's experts. router: what makes the route, with it; last: the sum of their results; nodes: from
+    the first products to it, in order."""
 
     router: tuple[logical.Node, ...]
     route: logical.Node
