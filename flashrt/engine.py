@@ -540,7 +540,7 @@ def _replanning(
         if age is None and not because and kept is None:
             return None
         planned_at = None if age is None else time.time() - age
-        shares = (kept.hit_share, kept.exchanged) if kept else (None, 0)
+        shares = (kept.hit_share, kept.exchanged, kept.holding) if kept else (None, 0, "")
         return Replanning(planned_at, small.plan_switches if small else 0, recompiles, because, *shares)
 
     return now

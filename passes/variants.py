@@ -21,6 +21,7 @@ from flashrt.passes.budget import HOSTS, room_of, state_bytes
 from flashrt.passes.cost import block_bytes, kernel_of
 from flashrt.passes.experts import able, cache_bytes, cached, layers_of, router_bytes
 from flashrt.passes.lending import PASSED, ring_bytes
+from flashrt.passes.pins import pinned
 from flashrt.passes.pipeline import GAIN, Check, Options, Planned, plan, reserve, step_time
 from flashrt.passes.spread import Seat, Whole
 from flashrt.passes.task import Earlier, Settled, seats_of
@@ -110,10 +111,15 @@ def _cached(
     """The graph with as large a cache as a plan leaves room for, and where its nodes sit."""
     seats, weights = seats_of(planned.physical), {w.name: w for w in graph.weights}
     hosts = [Whole(d.id) for d in machine.devices if d.kind in HOSTS]
+    held = pinned(
+        graph, options.pins, [d.id for d in machine.devices]
+    )  # a pin fits what is made of a node, too
     layers = [
         layer
         for layer in layers_of(graph)
-        if all(seats[n.name] in hosts for n in layer.nodes) and able(layer, machine.device(gpu), weights)
+        if all(seats[n.name] in hosts for n in layer.nodes)
+        and able(layer, machine.device(gpu), weights)
+        and not any(n.name in held for n in (*layer.router, *layer.nodes, layer.last))
     ]
     if not layers:
         return graph, seats

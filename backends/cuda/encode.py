@@ -31,9 +31,7 @@ FORMATS = {"f32": 0, "f16": 1, "bf16": 2, "q4.16x32": 4, "q4m.16x32": 5, "q8.16x
 TURNING = 4  # warps, each with a head to rotate, of a block
 SPLIT = 64  # tokens up to which ranges of keys have blocks of their own
 FULL = 1  # blocks of a processor from which on ranges need none of their own
-FULL_TENSOR = (
-    1 / 3
-)  # the same, where tensor cores multiply: 2.2 us a token and 512 keys, or 12.5 for up to 16
+FULL_TENSOR = 1 / 3  # the same where tensor cores multiply: some whole cells are soon quicker than many parts
 WIDEST = 96 << 10  # bytes of pages beyond which a block has two warps instead of four
 READERS, QUERIES = 4, 8  # warps of a block of source/attention_tensor.cu, and queries at most
 

@@ -11,9 +11,6 @@ from flashrt.backends.cuda.operands import Operands
 from flashrt.ir import micro
 from flashrt.ir.order import root_of
 
-NORMS = frozenset(("rms_norm", "layer_norm"))  # eight neighbouring channels at a time
-MAKERS = frozenset(("gated", "activation", "add", "mul", "scale", "softcap"))
-
 
 def in_tiles(joints: Iterable[Joint], readers: Mapping[int, int], ops: Operands) -> dict[int, int]:
     """The slots that may be written in tiles, and for weights of which format: those that only products on
@@ -45,11 +42,16 @@ def _rounded(joint: Joint) -> micro.SlotRef | None:
 def _makes(joint: Joint, ops: Operands) -> bool:
     """Whether the kernel of a joint can write tiles."""
     main = joint.main.instr
-    if joint.main.op in NORMS and isinstance(main, micro.Dispatch):
-        width = main.attr("width")
-        return width is None or (isinstance(width, int) and width % 8 == 0)
-    if joint.main.op in MAKERS or not isinstance(main, micro.Dispatch):
+    if isinstance(main, micro.Quantize):
         return True
-    if joint.main.op == "attention":
-        return not latent.is_latent(main) and not prefill.possible(main, ops)
-    return joint.main.op == "linear" and gemm.able(main, ops)
+    match joint.main.op:
+        case "rms_norm":  # which writes eight neighbouring channels at a time
+            width = main.attr("width")
+            return width is None or (isinstance(width, int) and width % 8 == 0)
+        case "gated":
+            return True
+        case "attention":
+            return not latent.is_latent(main) and not prefill.possible(main, ops)
+        case "linear":
+            return gemm.able(main, ops)
+    return False

@@ -135,6 +135,8 @@ def _plan(status: Status, now: float) -> Iterator[str]:
         yield "splits stand still: nothing re-plans"
     if loop is not None and loop.hit_share is not None:
         yield f"{loop.hit_share:.0%} of the experts asked for are kept, {loop.exchanged} exchanged"
+    if loop is not None and loop.not_exchanged:
+        yield f"experts aren't exchanged: {loop.not_exchanged}"
     if loop is not None and loop.last_recompile:
         yield f"{loop.recompiles} re-compile{'s' * (loop.recompiles != 1)}"
         yield f"last re-compile because {loop.last_recompile}"

@@ -26,7 +26,7 @@ from flashrt.runtime.executor import Begun
 
 I32 = NDArray[np.int32]
 F64 = NDArray[np.float64]
-MOST = 64 << 20  # bytes that are copied with one sample
+MOST = 64 << 20  # bytes that are copied with one sample, unless one expert has more
 HALF = 20.0  # seconds of steps after which a choice counts half
 GAIN = 1.25  # an expert takes another's place when it is asked for so much more often,
 NOISE = 2.0  # and by so many standard deviations of what chance makes of two counts
@@ -73,7 +73,7 @@ class Metrics:
 
     layers, slots, experts: of `experts` of each layer it keeps `slots`. hit_share: of the choices counted
     lately, how many it had; None before the first. exchanged: experts that were loaded since it was opened.
-    holding: why nothing is exchanged; "" while all is well.
+    holding: why nothing is exchanged, or one couldn't be loaded; "" while all is well.
     """
 
     layers: int
@@ -113,7 +113,7 @@ class ExpertCache:
         self._at: float | None = None
         self._number, self._steps = 0, dict[int, Begun | None]()  # None: it is just beginning
         self._moves, self._since = list[Move](), 0  # under way, and the last step that may read what goes
-        self._exchanged, self._failed, self._closed = 0, "", False
+        self._exchanged, self._failed, self._lost, self._closed = 0, "", "", False
         self._parts = tuple(self._parts_of(stream))
         self._lock = threading.RLock()
         residents.steady, residents.nearby = self._lock, self.nearby
@@ -144,7 +144,7 @@ class ExpertCache:
 
     def entered(self, number: int, step: Begun | None) -> None:
         """The step has begun, or is given up."""
-        if step is None:
+        if step is None or not step.under_way:
             self._steps.pop(number, None)
         else:
             self._steps[number] = step
@@ -198,21 +198,25 @@ class ExpertCache:
             return True
         if any(number <= self._since for number in list(self._steps)):
             return False
-        table = self._rows.copy()
+        table, self._lost = self._rows.copy(), ""
         for move in self._moves:
-            for part in (p for p in self._parts if p.layer == move.layer):
-                first = move.expert * part.rows
-                slot = self._slot(part, move.slot)
-                self._residents.fill(self.device, part.whole, first, first + part.rows, slot)
+            try:
+                for part in (p for p in self._parts if p.layer == move.layer):
+                    first = move.expert * part.rows
+                    slot = self._slot(part, move.slot)
+                    self._residents.fill(self.device, part.whole, first, first + part.rows, slot)
+            except Exception as error:  # whatever it is: its slot stays free, the others are filled
+                self._lost = f"{type(error).__name__}: {error}"
+                continue
             table[move.layer, move.expert] = move.slot + 1
-        self._exchanged += len(self._moves)
+            self._exchanged += 1
         self._moves = []
         self.table = _final(table)
         return True
 
     def _choose(self) -> None:
         """Takes experts that have to go out of the table."""
-        each = sum(p.bytes for p in self._parts if p.layer == 0)
+        each = max(sum(p.bytes for p in self._parts if p.layer == n) for n in range(len(self._asked)))
         self._moves = moves(self._asked, self._rows, self.slots, max(1, MOST // each))
         table = self._rows.copy()
         for move in self._moves:
@@ -253,7 +257,7 @@ class ExpertCache:
     def metrics(self) -> Metrics:
         """How the cache is."""
         share = self._hits / self._all if self._all else None
-        holding = "it has ended" if self._closed else self._failed
+        holding = "it has ended" if self._closed else self._failed or self._lost
         layers = len(self._asked)
         return Metrics(layers, self.slots, self.experts, share, self._exchanged, holding)
 
@@ -261,6 +265,7 @@ class ExpertCache:
         """The experts stay as they are; nothing is copied any more. Idempotent."""
         with self._lock:
             self._closed = True
+            self._steps.clear()
 
 
 def takes_table(stream: micro.Stream) -> bool:

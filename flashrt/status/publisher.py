@@ -75,9 +75,9 @@ class Publisher:
 
     def turn_to(self, program: Program) -> None:
         """Tells about another program of the same engine from now on."""
-        self._lanes = {}
-        self._still = replace(_still(program, self._still.number), opened=self._still.opened)
-        self.program = program
+        still = replace(_still(program, self._still.number), opened=self._still.opened)
+        with self._telling:
+            self._lanes, self._still, self.program = {}, still, program
 
     def close(self) -> None:
         """Ends the thread and takes the file away. Idempotent."""

@@ -82,7 +82,8 @@ class Replanning:
 
     planned_at: None where there are none. recompiles: how often another plan took over; last_recompile:
     why it did, or why the last attempt came to nothing. hit_share: of the experts that tokens chose lately,
-    the share that a GPU had which keeps some; None where none does. exchanged: how many it was given.
+    the share that a GPU had which keeps some; None where none does. exchanged: how many it was given;
+    not_exchanged: why others weren't.
     """
 
     planned_at: float | None
@@ -91,6 +92,7 @@ class Replanning:
     last_recompile: str = ""
     hit_share: float | None = None
     exchanged: int = 0
+    not_exchanged: str = ""
 
 
 @dataclass(frozen=True, slots=True)

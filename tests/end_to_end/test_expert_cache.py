@@ -296,9 +296,31 @@ def test_what_fails_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
             assert "the link is down" in kept(program).metrics().holding
             assert generated(program) == right()
         sampled(program, 3)
+        sampled(program, 4)
         assert metrics(program).exchanged > 0
         program.close()
         assert "ended" in kept(program).metrics().holding
+
+
+def test_an_expert_that_cannot_be_loaded_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(planned(SMALL)) as program:
+        generated(program)
+        sampled(program, 1)
+        fill, (bad, *others) = program.residents.fill, list(kept(program)._moves)
+        assert others
+
+        def some(device: str, weight: Weight, lo: int, hi: int, place: Place) -> None:
+            part = next(p for p in kept(program)._parts if p.whole == weight)
+            if (part.layer, lo) == (bad.layer, bad.expert * part.rows):
+                raise DeviceError("a bad page")
+            fill(device, weight, lo, hi, place)
+
+        monkeypatch.setattr(program.residents, "fill", some)
+        sampled(program, 2)
+        found, table = kept(program).metrics(), kept(program).table.reshape(-1, EXPERTS)
+        assert found.exchanged == len(others) and "a bad page" in found.holding
+        assert [table[m.layer, m.expert] for m in others] == [m.slot + 1 for m in others]
+        assert table[bad.layer, bad.expert] == 0 and generated(program) == right()
 
 
 def test_what_passes_is_made_up_of_both() -> None:

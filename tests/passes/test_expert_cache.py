@@ -88,6 +88,17 @@ def test_experts_may_all_be_the_hosts_so_that_more_are_kept() -> None:
     assert isinstance(brought, int | float) and isinstance(whole, int | float) and brought <= whole * 1.03
 
 
+@pytest.mark.parametrize("pin", ["layers.0.down_all", "layers.0.route", "layers.0"])
+def test_layers_that_somebody_placed_have_no_cache(pin: str) -> None:
+    """A pin fits what would be made of its nodes, too; other layers keep their experts."""
+    options = CompileOptions(256, 256, 1, numerics="int8", pins=(f"{pin}={CPU}",))
+    plan = compile_model(Imported(GRAPH, WeightIndex((), {})), machine(LIMITS[0]), options)
+    nodes = plan.variants[0].physical.nodes
+    assert len(caches(plan)) == LAYERS - 1 and not [n for n in nodes if n.name.startswith("layers.0.route.")]
+    products = [n for n in nodes if n.op == "expert_linear" and n.name.startswith("layers.0.")]
+    assert {n.device for n in products} == {CPU}
+
+
 @limits
 def test_it_is_quicker_than_without(limit: int) -> None:
     """By the estimates: of a small step, which large ones aren't slower for."""
