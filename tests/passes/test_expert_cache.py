@@ -95,8 +95,8 @@ def test_layers_that_somebody_placed_have_no_cache(pin: str) -> None:
     plan = compile_model(Imported(GRAPH, WeightIndex((), {})), machine(LIMITS[0]), options)
     nodes = plan.variants[0].physical.nodes
     assert len(caches(plan)) == LAYERS - 1 and not [n for n in nodes if n.name.startswith("layers.0.route.")]
-    products = [n for n in nodes if n.op == "expert_linear" and n.name.startswith("layers.0.")]
-    assert {n.device for n in products} == {CPU}
+    products = [n for n in nodes if n.op == "expert_linear" and n.name.startswith(pin)]
+    assert {n.device for n in products} <= {CPU}
 
 
 @limits
