@@ -288,18 +288,6 @@ class ExpertTile(NamedTuple):  # and Choices
 
 
 class ExpertSum(NamedTuple):
-    x: int
-    x_stride: int
-    route: int
-    route_stride: int
-    y: int
-    y_stride: int
-    width: int
-    top_k: int
-    rows: int
-
-
-class ExpertJoin(NamedTuple):
     near: int
     near_stride: int
     far: int
@@ -552,3 +540,8 @@ def launch(
     """A launch with these fields; a grid of fewer than three sizes has ones behind it."""
     x, y, z = (*grid, 1, 1)[:3]
     return Launch(kernel, (x, y, z), threads, fields, shared)
+
+
+def elementwise(fields: Map, rows: int) -> Launch:
+    """A launch of that kernel for at most so many rows: a thread takes four neighbouring elements."""
+    return launch("elementwise", (-(-fields.width // 1024), rows), 256, fields)

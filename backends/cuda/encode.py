@@ -10,7 +10,6 @@ from flashrt.backends.cuda import args, latent, prefill
 from flashrt.backends.cuda.args import Live, Step, launch
 from flashrt.backends.cuda.experts import (
     expert_cache,
-    expert_join,
     expert_linear,
     expert_sum,
     gated_clamped,
@@ -271,7 +270,7 @@ def _map(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
         a.address, a.stride, b, b_stride, b_step, y.address, y.stride, how, a.width, MAPS[what],
         ACTS.get(_attr(instr, "act"), 0), float(by), ops.rows(a.rows),
     )  # fmt: skip
-    return [launch("elementwise", (_over(-(-a.width // 4)), ops.number(a.rows)), 256, fields)]
+    return [args.elementwise(fields, ops.number(a.rows))]
 
 
 def _broadcast(arg: micro.Arg, a: Tensor, ops: Operands) -> tuple[int, int]:
@@ -350,10 +349,6 @@ def _expert_sum(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step
     return expert_sum(instr, ops)
 
 
-def _expert_join(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
-    return expert_join(instr, ops)
-
-
 def _expert_cache(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
     return expert_cache(instr, ops)
 
@@ -385,7 +380,7 @@ _ENCODERS: Mapping[str, Encoder] = {
     "expert_linear": _expert_linear,
     "head_linear": _head_linear,
     "expert_sum": _expert_sum,
-    "expert_join": _expert_join,
+    "expert_join": _expert_sum,
     "expert_cache": _expert_cache,
     "gated_clamped": _gated_clamped,
 }

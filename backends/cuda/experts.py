@@ -34,24 +34,15 @@ def route(instr: micro.Dispatch, ops: Operands) -> list[Step]:
 
 
 def expert_sum(instr: micro.Dispatch, ops: Operands) -> list[Step]:
-    """The launch that adds up the rows of each token."""
-    x, table, y = ops.floats(instr.args[0]), ops.floats(instr.args[1]), ops.floats(instr.dst)
+    """The launch that adds up the rows of each token: of one product with experts, or of two where a cache
+    has some of them."""
+    near, *others, table = (ops.floats(arg) for arg in instr.args)
+    far, y = others[0] if others else near, ops.floats(instr.dst)
     fields = args.ExpertSum(
-        x.address, x.stride, table.address, table.stride, y.address, y.stride, y.width,
-        _whole(instr, "top_k"), ops.rows(y.rows),
-    )  # fmt: skip
-    return [launch("expert_sum", (-(-y.width // 256), ops.number(y.rows)), 256, fields)]
-
-
-def expert_join(instr: micro.Dispatch, ops: Operands) -> list[Step]:
-    """The launch that adds up the rows of each token, of two products with experts."""
-    near, far, table = (ops.floats(arg) for arg in instr.args)
-    y = ops.floats(instr.dst)
-    fields = args.ExpertJoin(
         near.address, near.stride, far.address, far.stride, table.address, table.stride, y.address, y.stride,
         y.width, _whole(instr, "top_k"), ops.rows(y.rows),
     )  # fmt: skip
-    return [launch("expert_join", (-(-y.width // 256), ops.number(y.rows)), 256, fields)]
+    return [launch("expert_sum", (-(-y.width // 256), ops.number(y.rows)), 256, fields)]
 
 
 def expert_cache(instr: micro.Dispatch, ops: Operands) -> list[Step]:

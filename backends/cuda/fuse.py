@@ -269,9 +269,8 @@ class Fuser:
         begin = next(n for n, instr in enumerate(instrs) if instr is rounded)
         end = max(n for n, instr in enumerate(instrs) if any(self._root(ref) == at for ref in _read(instr)))
         others = [ref for i in instrs[begin + 1 : end + 1] for ref in _written(i)]
-        others += [
-            ref for i in instrs if isinstance(i, micro.Transfer) for ref in _written(i)
-        ]  # lanes of their own
+        # transfers may have lanes of their own
+        others += [ref for i in instrs if isinstance(i, micro.Transfer) for ref in _written(i)]
         taken = [self._place(ref) for ref in (*others, *joint.reads)]
         for offset in (whole.offset, whole.offset + (whole.bytes - nbytes) // ALIGNED * ALIGNED):
             place = Place(whole.buffer, offset, nbytes)

@@ -333,5 +333,5 @@ def _added(joint: Joint, instr: micro.Dispatch, y: Tensor, ops: Operands) -> lis
                 y.address, y.stride, address, row_stride, 1, y.address, y.stride, 0, y.width, 2, 0, 0.0,
                 ops.rows(y.rows),
             )  # fmt: skip
-            steps.append(launch("elementwise", (-(-y.width // 1024), ops.number(y.rows)), 256, fields))
+            steps.append(args.elementwise(fields, ops.number(y.rows)))
     return steps

@@ -352,9 +352,12 @@ __device__ __forceinline__ void put_some(
   }
 }
 
+__device__ __forceinline__ i64 place_of(i64 token, i64 channel, i64 stride, i64 as) {
+  return as > 1 ? in_tiles(token, channel & ~1ll, stride, as) + (channel & 1) : token * stride + channel;
+}
+
 __device__ __forceinline__ void put_one(float* y, i64 token, i64 channel, i64 stride, i64 as, float v) {
-  if (as > 1) ((u16*)y)[in_tiles(token, channel & ~1ll, stride, as) + (channel & 1)] = (u16)bf16_of(v);
-  else put_as(y, token * stride + channel, v, as);
+  put_as(y, place_of(token, channel, stride, as), v, as);
 }
 
 __device__ __forceinline__ float element(const char* p, i64 i, int format) {

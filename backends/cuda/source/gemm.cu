@@ -274,8 +274,7 @@ struct Writer {
       for (int e = 0; e < 2; ++e)
         if ((i >> 1) * 8 + (i & 1) < left && channel + e < a.n) {
           if (a.residual) v[e] += a.residual[token * a.residual_stride + channel + e];
-          const i64 at = a.y_as > 1 ? in_tiles(token, channel, a.y_stride, a.y_as) : token * a.y_stride + channel;
-          put_as(a.y, at + e, v[e], a.y_as);
+          put_one(a.y, token, channel + e, a.y_stride, a.y_as, v[e]);
         }
     }
   }
@@ -291,7 +290,7 @@ struct Writer {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const i64 token = first + e;
-      to[e] = (char*)a.y + (a.y_as > 1 ? in_tiles(token, channel, a.y_stride, a.y_as) : token * a.y_stride + channel) * size;
+      to[e] = (char*)a.y + place_of(token, channel, a.y_stride, a.y_as) * size;
       more[e] = a.residual + token * a.residual_stride + channel;
     }
 #pragma unroll
