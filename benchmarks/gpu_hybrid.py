@@ -7,8 +7,8 @@ Random weights in 4 bits, made where they are used. The GPU may use --budgets Gi
 the weights that this leaves in the host's memory, or they pass through the GPU, as the planner decides by
 rates that are measured first. One sequence; prompts are read in steps of --tokens.
 
-  limit  what the bytes of a step take at these rates: decode reads the processor's and then the GPU's; a step
-         of a prompt ends no sooner than its copies, its reads on the host and its arithmetic on the GPU
+  limit  what the bytes of a step take at these rates: decode reads those in the host's memory, and then the
+         GPU's; a step of a prompt ends no sooner than its copies, its reads on the host and its arithmetic on the GPU
   share  of the limit's speed that was reached
   plan   what the plan predicted, as a share of what was reached
   idle   share of a prompt's time in which the GPU has nothing to do: it waits for weights, or the processor
@@ -21,6 +21,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -40,6 +41,7 @@ from flashrt.passes.budget import HOSTS
 from flashrt.passes.pipeline import step_time
 from flashrt.profiler.report import account
 from flashrt.program import Plan, Program, Variant
+from flashrt.runtime.rates import gemv_rate
 from flashrt.runtime.trace import Trace
 
 GPU, HOST = "gpu:0", "cpu:0"
@@ -68,15 +70,19 @@ class Here:
     def machine(self) -> Machine:
         """As `Computer` says; the arithmetic of the processor is what `flashrt` knows of it."""
         from benchmarks.gpu_model import device, matrix_limit, read_limit
+        from flashrt.backends.cpu import CpuBackend
         from flashrt.engine import machine_picture
         from flashrt.probes.host import measure_host
 
         read, f32 = measure_host(2.0)
-        host = replace(machine_picture().devices[0], read=read)
+        host = machine_picture().devices[0]
+        with closing(CpuBackend().open(host)) as opened:
+            gemv = measured(gemv_rate(opened, 0.5))
         bf16 = measured(matrix_limit())
         rates = {"bf16": bf16, "i8": bf16, "f32": measured(bf16.value / OTHERS)}
         gpu = replace(device(), read=measured(read_limit()), rates=rates)
-        return Machine((gpu, replace(host, rates={**host.rates, "f32": f32})), tuple(self._links()))
+        host = replace(host, read=read, gemv=gemv, rates={**host.rates, "f32": f32})
+        return Machine((gpu, host), tuple(self._links()))
 
     def _links(self) -> Iterator[Link]:
         import torch
@@ -220,18 +226,21 @@ def limit(stream: micro.Stream, machine: Machine, env: Env, *, decode: bool) -> 
     """Seconds that a step of a stream takes at least."""
     full = typical(stream, env)
     read: Counter[str] = Counter()
-    copied, computed = 0.0, 0.0
+    copied, computed, passing = 0.0, 0.0, 0
     gpu, host = machine.device(GPU), machine.device(HOST)
     for instr in stream.instrs:
         if isinstance(instr, micro.Prefetch):
             copied += float(evaluate(instr.bytes, full)) / machine.link(HOST, GPU).rate.value
+            passing += int(evaluate(instr.bytes, full))
         elif isinstance(instr, micro.Dispatch):
             near = machine.device(instr.device).kind in HOSTS
             read[HOST if near else GPU] += int(evaluate(instr.bytes, full))
             rate = gpu.rate(instr.numerics)
             computed += 0.0 if near or not rate else float(evaluate(instr.flops, full)) / rate
     on_host, on_gpu = read[HOST] / host.read.value, read[GPU] / gpu.read.value
-    return on_host + on_gpu if decode else max(copied, on_host, computed, on_gpu)
+    if decode:  # what passes is read from the host's memory, too
+        return on_host + passing / host.read.value + on_gpu
+    return max(copied, on_host, computed, on_gpu)
 
 
 # ---- what is told ------------------------------------------------------------------------
@@ -284,10 +293,11 @@ def rates(machine: Machine) -> str:
     """The figures that everything is compared with."""
     gpu, host = machine.devices
     there, back = machine.link(HOST, GPU), machine.link(GPU, HOST)
+    products = f", products read {host.gemv.value / 1e9:.1f} GB/s" if host.gemv else ""
     return (
         f"rates     {gpu.id} reads {gpu.read.value / 1e12:.2f} TB/s, "
         f"{gpu.rates['bf16'].value / 1e12:.0f} TFLOP/s in bf16; "
-        f"{host.id} reads {host.read.value / 1e9:.1f} GB/s with {host.cores} cores; link "
+        f"{host.id} reads {host.read.value / 1e9:.1f} GB/s with {host.cores} cores{products}; link "
         f"{there.rate.value / 1e9:.1f} and {back.rate.value / 1e9:.1f} GB/s, "
         f"{there.latency.value + back.latency.value:.0f} us there and back"
     )

@@ -92,6 +92,9 @@ class Memory(Protocol):
     def block(self, block: str, device: str) -> Place | None:
         """Where the block lies now; None while it isn't loaded. For devices without addresses."""
 
+    def ring(self, block: str, device: str) -> Place:
+        """Where a block that comes and goes lies whenever it is loaded."""
+
     def state(self, state: str, device: str) -> Place:
         """Where a state lies on a device."""
 

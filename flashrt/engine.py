@@ -204,17 +204,21 @@ def measure_devices(
 def measure_host(seconds: float = 0.5) -> dict[str, Measured]:
     """Read bandwidth and matrix rates of all the cores this process may use, as "cpu:0/…".
 
-    f32 is numpy's product, the other types are this library's own kernels.
+    f32 is numpy's product, the other types are this library's own kernels; so is gemv, which is what products
+    of one token read.
     """
     from flashrt.runtime import rates
 
     measured = snapshot.measure(seconds)
     spec, backend = snapshot.snapshot(measured=measured).devices[0], _backend("cpu")
-    wanted = [dtype for dtype in rates.ROUNDED if rates.kernel_of(dtype) in backend.kernels()]
+    kernels = backend.kernels()
+    wanted = [dtype for dtype in rates.ROUNDED if rates.kernel_of(dtype) in kernels]
     with closing(backend.open(spec)) as device:
         for dtype in wanted:
             rate = rates.matrix_rate(device, dtype, seconds)
             measured[f"{spec.id}/{dtype}"] = Measured(rate, "measured")
+        if rates.GEMV in kernels:
+            measured[f"{spec.id}/gemv"] = Measured(rates.gemv_rate(device, seconds), "measured")
     return measured
 
 
@@ -239,7 +243,7 @@ def with_known_rates(machine: Machine) -> Machine:
             here = snapshot.core_group(host, device.id) if device.cpus else host.devices[0]
         except PlanError:  # cores that this process may not use: what the plan has is all there is
             return device
-        return replace(device, read=here.read, rates=here.rates, free=here.free)
+        return replace(device, read=here.read, rates=here.rates, gemv=here.gemv, free=here.free)
 
     return replace(machine, devices=tuple(map(measured, machine.devices or host.devices)))
 

@@ -58,6 +58,8 @@ class Device:
     pool: devices with the same pool have one memory between them and can share a copy of the weights;
     "" when the memory is its own.
     workspace: what the code of operations sets aside for itself, by operation, from its backend.
+    gemv: bytes per second of packed weights that products of one token read; None when not measured: then
+    `read`.
     """
 
     id: str
@@ -76,6 +78,7 @@ class Device:
     limit: int | None = None
     pool: str = ""
     workspace: Mapping[str, Workspace] = field(default_factory=dict)
+    gemv: Measured | None = None
 
     def supports(self, kernel: str, numerics: str) -> bool:
         """Whether a compiled kernel with these numerics exists (epilogues after '+' included)."""
@@ -191,5 +194,6 @@ def _device(raw: dict[str, Any]) -> Device:
             "features": tuple(raw["features"]),
             "cpus": tuple(raw.get("cpus", ())),  # pictures from before there were groups of cores
             "workspace": {op: Workspace(*sizes) for op, sizes in raw.get("workspace", {}).items()},
+            "gemv": Measured(**raw["gemv"]) if raw.get("gemv") else None,
         }
     )

@@ -28,6 +28,7 @@ from flashrt.layouts import LAYOUTS
 from flashrt.machine import Device, Machine
 
 Node = logical.Node | physical.Node
+PRODUCTS = ("linear", "expert_linear")  # read their weights as fast as `Device.gemv` says
 LONGEST = "C"  # the symbol that ops.flops uses for the keys an attention looks at
 
 
@@ -64,13 +65,16 @@ def cost(graph: logical.Graph, machine: Machine) -> Costs:
         moved = substitute(_bytes(node, of_inputs, weights, states), keys)
         flops = substitute(ops.flops(node.op, of_inputs, node.type, node.attrs), keys)
         for device in machine.devices:
-            rows[node.name, device.id] = Cost(_time(moved, flops, node.numerics, device), moved, flops)
+            rows[node.name, device.id] = price(moved, flops, node.numerics, device, node.op)
     return Costs(rows)
 
 
-def price(moved: Dim, flops: Dim, numerics: str, device: Device) -> Cost:
-    """What moving the bytes and doing the arithmetic costs on a device, as one instruction."""
-    return Cost(_time(moved, flops, numerics, device), moved, flops)
+def price(moved: Dim, flops: Dim, numerics: str, device: Device, op: str = "") -> Cost:
+    """What moving the bytes and doing the arithmetic costs on a device, as one instruction.
+
+    op: of the node that it is, or is a part of.
+    """
+    return Cost(_time(moved, flops, numerics, device, op), moved, flops)
 
 
 def _page_table(node: logical.Node, types: Sequence[TensorType]) -> Dim:
@@ -78,9 +82,10 @@ def _page_table(node: logical.Node, types: Sequence[TensorType]) -> Dim:
     return types[5].shape[1] * ops.PAGE if node.op == "attention" else 0
 
 
-def _time(moved: Dim, flops: Dim, numerics: str, device: Device) -> Dim:
-    """Microseconds: launch + max(bytes / read, flops / rate)."""
-    reading = _rounded(moved * (1e6 / device.read.value))
+def _time(moved: Dim, flops: Dim, numerics: str, device: Device, op: str) -> Dim:
+    """Microseconds: launch + max(bytes / read, flops / rate); products read at `gemv` where that is known."""
+    read = device.gemv if device.gemv and op in PRODUCTS else device.read
+    reading = _rounded(moved * (1e6 / read.value))
     computing = _rounded(flops * (1e6 / _rate(numerics, device)))
     return _longer(reading, computing) + device.launch.value
 

@@ -23,6 +23,7 @@ from flashrt.passes.budget import (
 )
 from flashrt.passes.choices import BUSY, HOME, Placer, Plan, Priced, Rules
 from flashrt.passes.cost import block_bytes, kernel_of
+from flashrt.passes.interleave import Load, interleave
 from flashrt.passes.lending import PASSED, covers, largest_of_a_layer
 from flashrt.passes.parts import Group, plain
 from flashrt.passes.price import Prices
@@ -32,6 +33,9 @@ from flashrt.passes.spread import Copied, Lanes, Parted, Seat, Shared, Summed, W
 from flashrt.passes.task import Task
 from flashrt.passes.units import Unit, lanes, signature, units, users_of
 
+# how many times as long as copies take passing is assumed to last: in a ring none begins before there is
+# room, and how often they wait for that is only known when the order of all is
+WAITS = (1.1, 1.25, 1.5)
 MOST = 60  # choices of a class of units that the integer program is given
 
 
@@ -92,10 +96,15 @@ class _Dealer:
 
     def ways(self) -> list[Dealt]:
         """All ways, those first that should be faster."""
-        plans = [self._best(beside=True), self._best(beside=False), self._in_order_of_speed()]
+        plans = [self._in_order_of_speed()]
+        if not self._task.earlier.whole:
+            plans = [self._best(beside=True), self._best(beside=False), *plans]
+        if self._lending.rings:
+            plans += [self._best(beside=True, waits=waits) for waits in WAITS]
         if not self._held and any(d.kind in PASSED for d in self._task.usable):
             plans.append(self._best(beside=True, streams=False))
-        return [self._dealt(p) for p in plans if p is not None]
+        found = [p for p in plans if p is not None]
+        return [self._dealt(p) for at, p in enumerate(found) if p not in found[:at]]
 
     def _channels(self) -> Mapping[str, int]:
         task = self._task
@@ -194,11 +203,12 @@ class _Dealer:
         return held_bytes(held, self._weights, [d for d, p in self._pools.items() if p == pool])
 
     # ---- by the integer program --------------------------------------------------------
-    def _best(self, *, beside: bool, streams: bool = True) -> dict[str, Plan] | None:
-        """By the integer program. beside: as `Problem` says. streams: whether weights may."""
+    def _best(self, *, beside: bool, streams: bool = True, waits: float = 1.0) -> dict[str, Plan] | None:
+        """By the integer program. beside: as `Problem` says. streams: whether weights may. waits: how many
+        times as long as copying takes it is until they have passed."""
         problem = Problem(
             [c.choices for c in self._classes], [len(c.units) for c in self._classes],
-            self._memories(streams), self._tied_bytes(),
+            self._memories(streams, waits), self._tied_bytes(),
             {d: (self._pools[d], self._results(d)) for d in self._devices},
             {d: self._arriving(d) for d in self._devices}, beside,
         )  # fmt: skip
@@ -206,28 +216,60 @@ class _Dealer:
         if counts is None:
             return None
         chosen = [
-            [p.plan for p, n in zip(c.priced, row, strict=True) for _ in range(n)]
+            [p for p, n in zip(c.priced, row, strict=True) for _ in range(n)]
             for c, row in zip(self._classes, counts, strict=True)
         ]
         order = self._order_of_homes(chosen)
+        for mine in chosen:
+            mine.sort(key=lambda p: order.index(p.plan.home))
+        if self._lending.rings:
+            return self._beside_copies(chosen)
         plans: dict[str, Plan] = {}
         for c, mine in zip(self._classes, chosen, strict=True):
-            mine.sort(key=lambda p: order.index(p.home))
-            plans |= {u.name: p for u, p in zip(c.units, mine, strict=True)}
+            if self._task.earlier.whole:
+                mine = _evenly(mine)
+            plans |= {u.name: p.plan for u, p in zip(c.units, mine, strict=True)}
         return plans
 
-    def _order_of_homes(self, chosen: Sequence[Sequence[Plan]]) -> list[str]:
+    def _beside_copies(self, chosen: Sequence[Sequence[Priced]]) -> dict[str, Plan]:
+        """Plans of all units, those of which weights pass through a ring where these have arrived while
+        others computed."""
+        mine = {u.name: p for c, some in zip(self._classes, chosen, strict=True)
+                for u, p in zip(c.units, _evenly(some), strict=True)}  # fmt: skip
+        kinds = {u.name: at for at, c in enumerate(self._classes) for u in c.units}
+        plans = [mine[u.name] for u in self._units]
+        loads = [Load(p.cost, self._passing(p)) for p in plans]
+        order = interleave([kinds[u.name] for u in self._units], loads, self._copying(), self._ring())
+        return {u.name: plans[at].plan for u, at in zip(self._units, order, strict=True)}
+
+    def _ring(self) -> int:
+        """Bytes of the smallest ring."""
+        return min(self._lending.rings.values())
+
+    def _passing(self, priced: Priced) -> int:
+        """Bytes of a unit's weights that pass through a ring."""
+        needs, weights = self._lending.needs_a_ring, self._weights
+        held = ((weights[name], rows, d) for (name, d), rows in priced.held.items())
+        return sum(aligned(block_bytes(weight, *rows)) for weight, rows, d in held if needs(weight, rows, d))
+
+    def _copying(self) -> float:
+        """Microseconds until a byte has passed through a ring."""
+        machine = self._task.machine
+        roads = [weight_road(machine.device(d), machine) for d in self._lending.rings]
+        return max(1e6 / machine.link(*road).rate.value for road in roads)
+
+    def _order_of_homes(self, chosen: Sequence[Sequence[Priced]]) -> list[str]:
         """Homes so that the layers begin where the graph begins, and end where it ends."""
-        homes = dict.fromkeys(p.home for plans in chosen for p in plans)
+        homes = dict.fromkeys(p.plan.home for plans in chosen for p in plans)
         ends = {}
         for unit in (self._units[0], self._units[-1]):
             ends[unit.name] = next(
-                p[0].home for c, p in zip(self._classes, chosen, strict=True) if unit in c.units
+                p[0].plan.home for c, p in zip(self._classes, chosen, strict=True) if unit in c.units
             )
         first, last = ends[self._units[0].name], ends[self._units[-1].name]
         return [first, *(h for h in homes if h not in (first, last)), *([last] if last != first else [])]
 
-    def _memories(self, streams: bool = True) -> dict[str, Memory]:
+    def _memories(self, streams: bool = True, waits: float = 1.0) -> dict[str, Memory]:
         machine = self._task.machine
         out: dict[str, Memory] = {}
         for device in self._task.usable:
@@ -237,7 +279,9 @@ class _Dealer:
             may = streams and (not self._held or device.id in self._lending.rings)
             # larger weights than those of a layer had better stay
             ring = largest_of_a_layer(self._task.graph)
-            out.setdefault(pool, Memory(limit, 1e6 / rate if may else None, ring))
+            if kept := self._task.earlier.rings.get(device.id, 0):
+                limit, ring = limit - kept, 0
+            out.setdefault(pool, Memory(limit, waits * 1e6 / rate if may else None, ring))
         return out
 
     def _tied_bytes(self) -> dict[Tied, tuple[str, int]]:
@@ -345,6 +389,16 @@ class _Dealer:
         }
         made = [cuts.split for cuts in self._ratios.made.values() if cuts is not None]
         return tuple(s for s in made if s.name in used)
+
+
+def _evenly(plans: Sequence[Priced]) -> list[Priced]:
+    """Plans of each kind evenly among the others: weights of some may pass through a device in another
+    variant, while others compute."""
+    kinds: dict[Plan, list[Priced]] = defaultdict(list)
+    for plan in plans:
+        kinds[plan.plan].append(plan)
+    places = [((at + 0.5) / len(some), plan) for some in kinds.values() for at, plan in enumerate(some)]
+    return [plan for _, plan in sorted(places, key=lambda place: place[0])]
 
 
 def _held_shares(seat: Seat) -> Iterator[tuple[str, float]]:

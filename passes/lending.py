@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flashrt.ir import logical, physical
+from flashrt.ir import logical, micro, physical
 from flashrt.ir.types import Weight
 from flashrt.layouts import aligned
 from flashrt.machine import Machine
@@ -26,12 +26,13 @@ SMALL = 1 << 18  # bytes of weights that are kept on both sides: norms, biases, 
 
 @dataclass(frozen=True, slots=True)
 class Lending:
-    """What the host's memory lends. lent: rows of weights that it keeps; held: rows that each device keeps.
+    """What the host's memory lends. lent: rows of weights that it keeps, and for which device; held: rows
+    that each device keeps.
 
     rings: device → bytes that blocks may take which pass through it; devices left out have no ring.
     """
 
-    lent: Mapping[str, Rows] = field(default_factory=dict)
+    lent: Mapping[str, tuple[Rows, str]] = field(default_factory=dict)
     held: Held = field(default_factory=dict)
     rings: Mapping[str, int] = field(default_factory=dict)
 
@@ -40,7 +41,7 @@ class Lending:
         """What a plan lends of which all weights stay. reserve: bytes for results and code, by device."""
         weights = {w.name: w for w in before.weights}
         kinds = {d.id: d.kind for d in machine.devices}
-        lent = {name: rows for (name, device), rows in held.items() if kinds[device] in HOSTS}
+        lent = {name: (rows, device) for (name, device), rows in held.items() if kinds[device] in HOSTS}
         rings = {}
         for b in before.budgets:
             beside = max(b.activations + b.workspace, reserve.get(b.device, 0))
@@ -57,7 +58,22 @@ class Lending:
         """Whether these rows can pass through a device that doesn't keep them."""
         size = aligned(block_bytes(weight, *rows))
         fits = SMALL < size <= self.rings.get(device, 0) // BLOCKS
-        return fits and covers(self.lent.get(weight.name), rows) and not self.there(weight.name, rows, device)
+        lent, _ = self.lent.get(weight.name, (None, ""))
+        return fits and covers(lent, rows) and not self.there(weight.name, rows, device)
+
+    def lenders(self, stream: micro.Stream) -> tuple[micro.Block, ...]:
+        """The blocks of the host's memory from which those of a stream come that pass through a device, as
+        far as the stream has no such block."""
+        weights, there = {w.name: w for w in stream.weights}, {(b.name, b.device) for b in stream.blocks}
+        out: dict[tuple[str, str], micro.Block] = {}
+        for block in (b for b in stream.blocks if b.home == "ring"):
+            weight = weights[block.name]
+            if self.passes(weight, (block.lo, block.hi), block.device):
+                (lo, hi), device = self.lent[block.name]
+                if (block.name, device) not in there:
+                    size = block_bytes(weight, lo, hi)
+                    out[block.name, device] = micro.Block(block.name, device, lo, hi, size, "resident")
+        return tuple(out.values())
 
     def copied(self, weight: Weight, device: str) -> int:
         """Bytes of a weight that a device keeps a copy of: of what passes they come from there."""

@@ -47,15 +47,15 @@ def pack(stream: micro.Stream) -> micro.Stream:
     return replace(stream, slots=slots, blocks=tuple(blocks), arenas=tuple(arenas), rings=tuple(rings))
 
 
-class _Memory:
+class FirstFit:
     """First fit: the pieces in use, by offset, and how far they ever reached."""
 
     def __init__(self) -> None:
         self.size = 0
         self._used: list[tuple[int, int, int | str]] = []  # (offset, end, whose)
 
-    def take(self, nbytes: int, whose: int | str, over: Iterable[int | str] = ()) -> int:
-        """The offset of a new piece; it may share with pieces that are `over`."""
+    def place(self, nbytes: int, over: Iterable[int | str] = ()) -> int:
+        """The offset that a new piece would have; it may share with pieces that are `over`."""
         free, offset = set(over), 0
         for start, end, name in self._used:
             if name in free:
@@ -63,6 +63,11 @@ class _Memory:
             if start - offset >= nbytes:
                 break
             offset = max(offset, end)
+        return offset
+
+    def take(self, nbytes: int, whose: int | str, over: Iterable[int | str] = ()) -> int:
+        """The offset of a new piece, as `place` says."""
+        offset = self.place(nbytes, over)
         insort(self._used, (offset, offset + nbytes, whose), key=lambda used: used[:2])
         self.size = max(self.size, offset + nbytes)
         return offset
@@ -86,7 +91,11 @@ def ring_layout(stream: micro.Stream, device: str, ring: frozenset[str]) -> tupl
     ]
     loads = Counter(i.block for i in moves if isinstance(i, micro.Prefetch))
     one_lane = len({i.lane for i in moves}) == 1
-    memory, offsets = _Memory(), dict[str, int]()
+    memory, offsets = FirstFit(), dict[str, int]()
+    evicted = {i.block: at for at, i in reversed(list(enumerate(moves))) if isinstance(i, micro.Evict)}
+    for at, instr in enumerate(moves):  # what the step before has left loaded
+        if isinstance(instr, micro.Prefetch) and evicted.get(instr.block, at) < at:
+            offsets.setdefault(instr.block, memory.take(sizes[instr.block], instr.block))
     for instr in moves:
         if isinstance(instr, micro.Prefetch):
             if instr.block not in offsets:
@@ -188,7 +197,7 @@ def _arena(lives: list[_Life], order: HappensBefore) -> tuple[dict[int, int], in
     """Offsets of one device's slots, and the size of its arena."""
     writers = _Writers(lives, order)
     shared = [x for x in lives if not x.carried and x.writers and writers.follow_next_step(x)]
-    memory, alive, offsets = _Memory(), dict[int, _Life](), dict[int, int]()
+    memory, alive, offsets = FirstFit(), dict[int, _Life](), dict[int, int]()
     for life in sorted(shared, key=lambda x: x.writers[0]):
         ended = [x for x in alive.values() if x.end < life.writers[0]]
         heads = writers.upcoming(life.writers[0])

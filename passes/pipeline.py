@@ -72,7 +72,8 @@ class Options:
     included (devices left out: what its budget leaves); variants that are to share their weights need
     the same. pins: what the user placed. settled: where else there is no choice. earlier: the variants that
     were planned before this one.
-    sums: whether products may be sums of parts made by several devices, which rounds differently.
+    sums: whether products may be sums of parts made by several devices, which rounds differently. repeats:
+    whether steps of this variant follow each other.
     """
 
     numerics: str = LINEAR_EXACT
@@ -88,6 +89,7 @@ class Options:
     settled: Settled = field(default_factory=Settled)
     earlier: Earlier = field(default_factory=Earlier)
     sums: bool = False
+    repeats: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +104,11 @@ class Planned:
 Faster = Callable[[micro.Stream, Options, Mapping[str, int]], micro.Stream]
 PASSES = ("recognise", "fuse", "precision", "tag", "cost", "shard", "place", "transfer", "lower")
 PERFORMANCE: Mapping[str, Faster] = {
-    "prefetch": lambda stream, options, room: prefetch(stream, window=options.window, limits=room),
+    "prefetch": lambda stream, options, room: prefetch(
+        stream, window=options.window * (4 if options.repeats else 1), limits=room, across=options.repeats
+    ),
     "overlap": lambda stream, options, room: overlap(stream),
-    "elide": lambda stream, options, room: elide(stream, resident_bytes=room),
+    "elide": lambda stream, options, room: elide(stream, resident_bytes=_staying(room, options)),
     "pack": lambda stream, options, room: pack(stream),
     "region": lambda stream, options, room: region(stream),
 }
@@ -151,6 +155,11 @@ def _room(budgets: Sequence[physical.Budget], options: Options) -> dict[str, int
     return room_of(budgets, options.earlier.reserve) | dict(options.weight_bytes)
 
 
+def _staying(room: Mapping[str, int], options: Options) -> dict[str, int]:
+    """The same without what others need for their rings."""
+    return {d: n - options.earlier.rings.get(d, 0) for d, n in room.items()}
+
+
 def _stated(budgets: Sequence[physical.Budget], options: Options) -> tuple[physical.Budget, ...]:
     """The budgets without the room for weights that another variant has taken for its results."""
     room = _room(budgets, options)
@@ -164,14 +173,15 @@ def _lowered(
     check("lower", stream)
     beside = options.earlier.beside(stream.blocks)
     room = {d: n - beside[d] for d, n in _room(placed.budgets, options).items()}
+    lending = options.earlier.lending(machine)
     if "elide" not in options.disabled:
-        lending = options.earlier.lending(machine)
         stream = keep(stream, lambda b: lending.stays(b.name, (b.lo, b.hi), b.device, b.bytes))
+        stream = replace(stream, blocks=(*stream.blocks, *lending.lenders(stream)))
     for name, faster in PERFORMANCE.items():
         if name not in options.disabled:
             stream = faster(stream, options, room)
             check(name, stream)
-    return _eased(stream, options.earlier.lending(machine))
+    return _eased(stream, lending)
 
 
 def _eased(stream: micro.Stream, lending: Lending) -> micro.Stream:

@@ -9,6 +9,9 @@
 
 Nothing but the order changes. Blocks are still loaded in the order of their first use,
 and evicted as soon as before, so at most `window` blocks more than needed are loaded.
+
+Where steps follow each other, those that are loaded before the first is evicted are loaded behind the last
+one of the step before, and the first step finds them loaded.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ from dataclasses import replace
 
 from flashrt.ir import micro
 from flashrt.layouts import aligned
-from flashrt.passes.pack import ring_layout
+from flashrt.passes.pack import FirstFit, ring_layout
 
 
 def prefetch(
-    stream: micro.Stream, *, window: int = 4, limits: Mapping[str, int] | None = None
+    stream: micro.Stream, *, window: int = 4, limits: Mapping[str, int] | None = None, across: bool = False
 ) -> micro.Stream:
-    """Hoists prefetches.
+    """Hoists prefetches. across: also into the step before.
 
     limits: bytes that each device has for weights. No block is loaded early beyond what those that stay
     leave, and the window shrinks until the ring, gaps between blocks included, fits (or nothing is left to
@@ -39,7 +42,20 @@ def prefetch(
     while window and any(_ring(hoisted, device) > limit for device, limit in limits.items()):
         window //= 2
         hoisted = _hoisted(stream, window, limits)
-    return hoisted
+    return _across(hoisted) if across else hoisted
+
+
+def _across(stream: micro.Stream) -> micro.Stream:
+    """What each device loads before it evicts anything, at the end of the step."""
+    early: list[micro.Instr] = []
+    evicting: set[str] = set()
+    for instr in stream.instrs:
+        if isinstance(instr, micro.Evict):
+            evicting.add(instr.device)
+        elif isinstance(instr, micro.Prefetch) and instr.device not in evicting:
+            early.append(instr)
+    moved = set(map(id, early))
+    return replace(stream, instrs=(*(i for i in stream.instrs if id(i) not in moved), *early))
 
 
 def _ring(stream: micro.Stream, device: str) -> int:
@@ -61,7 +77,7 @@ def _hoisted(stream: micro.Stream, window: int, limits: Mapping[str, int]) -> mi
             case micro.Evict():
                 instrs.append(instr)
                 if instr.device in lanes:
-                    lanes[instr.device].free(instr.block)
+                    instrs += lanes[instr.device].free(instr.block)
             case _:
                 instrs.append(instr)
     return replace(stream, instrs=tuple(instrs))
@@ -73,7 +89,8 @@ class _Lane:
     def __init__(self, queue: deque[micro.Prefetch], window: int, limit: int | None) -> None:
         self._left, self._window, self._limit = queue, window, limit
         self._ahead: deque[micro.Prefetch] = deque()  # issued, and their old place isn't reached
-        self._loaded: dict[str, int] = {}
+        self._loaded: set[str] = set()
+        self._ring = FirstFit()  # as `pack` will lay it out
 
     def reach(self, due: micro.Prefetch) -> Iterable[micro.Prefetch]:
         """What to issue at the old place of `due`: `due` if it hasn't been, and those to come."""
@@ -82,25 +99,33 @@ class _Lane:
             assert self._ahead.popleft() is due
         else:
             issued.append(self._issue())
+        return [*issued, *self._early()]
+
+    def free(self, block: str) -> Iterable[micro.Prefetch]:
+        """The block is evicted: what to issue now."""
+        self._loaded.discard(block)
+        self._ring.give_back(block)
+        return self._early()
+
+    def _early(self) -> Iterable[micro.Prefetch]:
+        issued = []
         while self._left and len(self._ahead) < self._window and self._may_load(self._left[0]):
             issued.append(self._issue())
             self._ahead.append(issued[-1])
         return issued
 
-    def free(self, block: str) -> None:
-        """The block is evicted."""
-        self._loaded.pop(block, None)
-
     def _issue(self) -> micro.Prefetch:
         first = self._left.popleft()
-        self._loaded[first.block] = _bytes(first)
+        self._loaded.add(first.block)
+        self._ring.take(_bytes(first), first.block)
         return first
 
     def _may_load(self, block: micro.Prefetch) -> bool:
         """Not while it is loaded, while it waits for something, or beyond the limit."""
         if block.block in self._loaded or block.waits:
             return False
-        return self._limit is None or sum(self._loaded.values()) + _bytes(block) <= self._limit
+        nbytes = _bytes(block)
+        return self._limit is None or self._ring.place(nbytes) + nbytes <= self._limit
 
 
 def _bytes(block: micro.Prefetch) -> int:

@@ -39,12 +39,13 @@ class Prices:
         whole = self._costs.of(part.node.name, part.device)
         if (share := _share(part)) is None:
             return whole
-        fixed = self._fixed(part) if part.node.op == "linear" else None
-        key = (whole, share, fixed, part.node.numerics, part.device)  # the layers of a model repeat it
+        node = part.node
+        fixed = self._fixed(part) if node.op == "linear" else None
+        key = (whole, share, fixed, node.op, node.numerics, part.device)  # the layers of a model repeat it
         if key not in self._parts:
             least = fixed.bytes if fixed else 0
             moved = least + (whole.bytes - least) * share
-            self._parts[key] = price(moved, whole.flops * share, part.node.numerics, device)
+            self._parts[key] = price(moved, whole.flops * share, node.numerics, device, node.op)
         return self._parts[key]
 
     def _fixed(self, part: Part) -> TensorType:

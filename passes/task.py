@@ -35,6 +35,7 @@ class Earlier:
     reserve: Mapping[str, int] = field(default_factory=dict)
     home: str = ""
     whole: bool = False
+    rings: Mapping[str, int] = field(default_factory=dict)
 
     def states(self) -> dict[str, str]:
         """State → its device."""

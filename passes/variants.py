@@ -72,11 +72,33 @@ def plan_all(variants: Sequence[Variant], machine: Machine, manner: Manner) -> d
             made = _with_cache(v, machine, own, manner)
         else:
             made = plan(v.graph, machine, own, check=v.check)
-        planned[v.name] = made
         # where weights stream, the same ones stay in every variant: each needs the same room for them
-        same = earlier.reserve if Earlier((made.physical,)).streaming() else results
-        earlier = Earlier((*earlier.graphs, made.physical), same)
+        streams = Earlier((made.physical,)).streaming()
+        if streams and not planned and manner.rings:
+            raise PlanError(f"{v.name}: the host's memory keeps nothing that a ring could bring")
+        same = earlier.reserve if streams else results
+        earlier = Earlier((*earlier.graphs, made.physical), same, rings={} if streams else manner.rings)
+        if not planned and manner.rings and not streams:
+            made = _passing(v, made, machine, replace(own, earlier=earlier, repeats=True))
+        planned[v.name] = made
     return planned
+
+
+def _passing(v: Variant, before: Planned, machine: Machine, options: Options) -> Planned:
+    """The first variant again, with weights that the host keeps on their way through a GPU while both
+    compute; as it was where that isn't quicker."""
+    if before.logical is not v.graph:
+        return before  # the host's experts pass one by one
+    said: list[tuple[str, object]] = []
+    try:
+        made = plan(v.graph, machine, options, check=lambda name, value: said.append((name, value)))
+    except PlanError:
+        return before
+    if step_time(made.stream, machine) * (1 + GAIN) > step_time(before.stream, machine):
+        return before
+    for name, value in said:
+        v.check(name, value)
+    return made
 
 
 def _with_cache(v: Variant, machine: Machine, options: Options, manner: Manner) -> Planned:
@@ -181,8 +203,6 @@ def _tried(
             except PlanError:
                 continue
             small, large = (planned[v.name] for v in variants)
-            if manner.rings and Earlier((small.physical,)).streaming():
-                continue  # the host's memory keeps nothing that a ring could bring
             took = _request(small, large, machine)
             yield took * (1 + FIRST * (not manner.rings and manner.devices is None)), manner, planned
             break

@@ -50,9 +50,8 @@ def group(whole: Device, id: str, measured: Mapping[str, Measured], root: Path =
     cores = host.cores_of(frozenset(cpus), root)
     share = cores / whole.cores
     rates = {dtype: _shared(rate, share) for dtype, rate in whole.rates.items()}
-    part = replace(
-        whole, id=id, cpus=cpus, cores=cores, read=_shared(whole.read, share), rates=rates, load=None
-    )
+    read, gemv = _shared(whole.read, share), _shared(whole.gemv, share) if whole.gemv else None
+    part = replace(whole, id=id, cpus=cpus, cores=cores, read=read, gemv=gemv, rates=rates, load=None)
     return host.with_rates(part, measured)
 
 

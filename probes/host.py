@@ -67,7 +67,7 @@ def host(root: Path = ROOT) -> Device:
 
 
 def with_rates(device: Device, measured: Mapping[str, Measured]) -> Device:
-    """The device with `measured["read"]` (bytes/s) and rates by dtype (flop/s) where they are given.
+    """The device with `measured["read"]`, "gemv" (bytes/s) and rates by dtype (flop/s) where they are given.
 
     What wasn't measured of the other types follows from f32's by what the features promise.
     """
@@ -77,7 +77,8 @@ def with_rates(device: Device, measured: Mapping[str, Measured]) -> Device:
     others = {
         dtype: measured.get(dtype, Measured(f32.value * ratio, "assumed")) for dtype, ratio in ratios.items()
     }
-    return replace(device, read=measured.get("read", device.read), rates={"f32": f32, **others})
+    read, gemv = measured.get("read", device.read), measured.get("gemv", device.gemv)
+    return replace(device, read=read, gemv=gemv, rates={"f32": f32, **others})
 
 
 def measure_host(seconds: float = 0.5) -> tuple[Measured, Measured]:

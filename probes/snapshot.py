@@ -1,8 +1,8 @@
 """The picture of the machine at this moment, and the rates measured here before.
 
 Measured rates are kept as one JSON file a machine in the cache folder. They are
-keyed `device/rate`: `cpu:0/read` in bytes per second, `cpu:0/f32` in flop per second;
-those of links as `links.key` writes them.
+keyed `device/rate`: `cpu:0/read` and `cpu:0/gemv` in bytes per second, `cpu:0/f32` in
+flop per second; those of links as `links.key` writes them.
 """
 
 from __future__ import annotations

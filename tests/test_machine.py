@@ -25,7 +25,7 @@ devices = st.builds(
     features=st.lists(words, max_size=3).map(tuple),
     free=st.none() | st.integers(0, 2**50), load=st.none() | st.floats(0, 1),
     cpus=st.lists(st.integers(0, 255), max_size=3).map(tuple),
-    limit=st.none() | st.integers(1, 2**50), pool=words,
+    limit=st.none() | st.integers(1, 2**50), pool=words, gemv=st.none() | measured,
 )  # fmt: skip
 links = st.builds(Link, words, words, measured, measured)
 machines = st.builds(
@@ -63,7 +63,7 @@ HARDWARE: dict[str, Any] = {
 }  # fmt: skip
 PASSING: dict[str, Any] = {
     "read": Measured(1.0, "reported"), "rates": {}, "launch": Measured(7.0, "measured"),
-    "free": None, "load": 0.9,
+    "free": None, "load": 0.9, "gemv": Measured(1.0, "measured"),
 }  # fmt: skip
 
 
@@ -109,6 +109,13 @@ def test_a_picture_from_before_core_groups() -> None:
     for device in raw["devices"]:
         for name in ("cpus", "limit", "pool"):
             del device[name]
+    assert from_json(json.dumps(raw)) == PAIR
+
+
+def test_a_picture_from_before_products_were_measured() -> None:
+    raw = json.loads(to_json(PAIR))
+    for device in raw["devices"]:
+        del device["gemv"]
     assert from_json(json.dumps(raw)) == PAIR
 
 

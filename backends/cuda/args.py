@@ -420,6 +420,7 @@ class Carry(NamedTuple):
     signal: int = 0
     through: int = 0
     stamps: int = 0
+    holds: int = 0
 
 
 class Norm(NamedTuple):

@@ -6,9 +6,10 @@ inputs and sizes are pulled from pinned memory by the first kernel of each run. 
 they are part of a bucket's key, and the buckets of a piece that ran longest ago are dropped.
 
 Where kernels may wait for the host (`Driver.polls`), all instructions are one piece: kernels look at ticks
-from outside and set those that others wait for, and a step is one launch. Where blocks come and go, whose
-places the host has to know, pieces are cut at such ticks: they follow each other on the device, and the
-host looks at them only there.
+from outside and set those that others wait for, and a step is one launch. Elsewhere, and where blocks come
+and go beside work that the host does anew in each step, pieces are cut at such ticks: they follow each other
+on the device, and the host looks at them only there. When a bucket runs for the first time, the host looks as
+well: what a library loads then may have to wait until no kernel runs.
 
 Code that is a whole stream may be given a step while the one before it runs (`flashrt.backend.Ahead`): `pull`
 says when the host may write again, and `push` brings small outputs to where the host and the next step find
@@ -38,11 +39,13 @@ from flashrt.backends.cuda.fuse import Fuser, Joint, rows_of
 from flashrt.backends.cuda.kernels import KIND
 from flashrt.backends.cuda.linear import few, joined, takes
 from flashrt.backends.cuda.operands import Operands, Scratch, Sizes, Twin, address_of
+from flashrt.backends.cuda.prefill import MANY
 from flashrt.backends.cuda.sample import greedy_only
-from flashrt.backends.cuda.ticks import Ticks, carries
+from flashrt.backends.cuda.ticks import AT_ONCE, Ticks, carries
 from flashrt.backends.cuda.tiles import in_tiles
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
+from flashrt.ir.ops import ATTENTION_BF16
 from flashrt.ir.order import root_of
 from flashrt.ir.types import DTYPES, Dim, Env, size, symbols_of
 
@@ -89,16 +92,14 @@ class Piece:
 
     parts: the stretches between ticks that kernels look at. waits: of the first instruction, for ticks from
     outside that the host looks at; signals: ticks, those that somebody outside waits for at the end, which
-    the host sets. symbols: and splits that its sizes depend on. ringed: blocks that come and go. inputs:
-    slots. samples: whether it draws tokens. end: stands behind the last run. buckets: by key, the one that
-    ran last at the end.
+    the host sets. symbols: and splits that its sizes depend on. inputs: slots. samples: whether it draws
+    tokens. end: stands behind the last run. buckets: by key, the one that ran last at the end.
     """
 
     parts: tuple[Part, ...]
     waits: tuple[micro.Wait, ...]
     signals: tuple[int, ...]
     symbols: tuple[str, ...]
-    ringed: tuple[str, ...]
     inputs: tuple[int, ...]
     samples: bool
     end: Mark
@@ -306,7 +307,7 @@ class Code:
     def _enqueue(self, piece: Piece, env: Env, epoch: int, fed: Mapping[int, int] = NOTHING) -> None:
         at = {n: bucket(env[n], self._most[n]) if n in self._most else env[n] for n in piece.symbols}
         greedy = piece.samples and self._greedy(env)
-        key: Key = (*at.values(), greedy, *self._addresses(piece))
+        key: Key = (*at.values(), greedy)
         found = piece.buckets.get(key)
         if found is None:
             found = piece.buckets[key] = self._made(piece, at, greedy)
@@ -325,7 +326,25 @@ class Code:
         for work in found.replay:
             work()
         if not found.replay:
-            _launch(self._driver, found.steps)
+            self._launch_each(found.steps, epoch)
+
+    def _launch_each(self, steps: Sequence[Work], epoch: int) -> None:
+        """Enqueues steps one by one; kernels that wait for the host when they need to wait no more."""
+        for step in steps:
+            if isinstance(step, Launch) and isinstance(step.fields, args.Carry):
+                self._until_reached(step.fields, epoch)
+            _launch(self._driver, [step])
+
+    def _until_reached(self, carry: args.Carry, epoch: int) -> None:
+        memory, pause, mark = self._memory, Pause(), self._driver.mark()
+        first = int(memory.ticks.ctypes.data)
+        mark.set()
+        for address, step in zip(carry[:AT_ONCE], carry[AT_ONCE : 2 * AT_ONCE], strict=True):
+            while address and memory.ticks[(address - first) // 8] < epoch + step:
+                if memory.words[ABORT]:
+                    raise DeviceError(f"{self._device}: interrupted in step {epoch}")
+                mark.through()  # which raises where the device failed
+                pause()
 
     def _made(self, piece: Piece, env: Env, greedy: bool) -> Bucket:
         """A new bucket; where memory is lacking, without any of the old ones."""
@@ -372,16 +391,16 @@ class Code:
         others = (i for i in self._memory.stream.instrs if id(i) not in mine)
         asked = {w.tick for i in others for w in i.waits} & inner
         cuts = [tuple(cut) for cut in _cuts(instrs, inner, asked)]
-        stays = not any(self._blocks[ref.block].home == "ring" for i in instrs for ref in _rows_of(i))
         # recording waits until all GPUs are through: one would wait for a kernel that waits for another
         gpus = {i.device for i in self._memory.stream.instrs if i.device.startswith(f"{KIND}:")}
-        if self._driver.polls and stays and len(gpus) == 1:
+        if self._driver.polls and not self._mixes(instrs) and len(gpus) == 1:
             times = self._driver.pinned(24 * len(cuts)).view(np.int64).reshape(-1, 3)
+            loads = {i.signals for i in self._memory.stream.instrs if isinstance(i, micro.Prefetch)}
             parts = []
             for cut, stamps in zip(cuts, times, strict=True):
                 some = tuple(instrs[i] for i in cut)
                 signals = tuple(i.signals for i in some if i.signals in asked and i.signals is not None)
-                ticks = Ticks(self._memory, _outside(some, inner), signals, stamps)
+                ticks = Ticks(self._memory, _outside(some, inner), signals, stamps, loads)
                 parts.append(Part(some, cut, ticks))
             yield self._piece(tuple(parts), (), ())
             return
@@ -390,17 +409,21 @@ class Code:
             signals = tuple(i.signals for i in some if i.signals is not None)
             yield self._piece((Part(some, cut, None),), _outside(some, inner), signals)
 
+    def _mixes(self, instrs: Sequence[Compute]) -> bool:
+        """Whether blocks come and go beside a library's attention, which the host asks for in each step."""
+        rings = any(self._blocks[ref.block].home == "ring" for i in instrs for ref in _rows_of(i))
+        library = any(isinstance(i, micro.Dispatch) and i.numerics == ATTENTION_BF16 for i in instrs)
+        return rings and library and self._most.get("T", 0) > MANY
+
     def _piece(
         self, parts: tuple[Part, ...], waits: tuple[micro.Wait, ...], signals: tuple[int, ...]
     ) -> Piece:
         some = tuple(i for part in parts for i in part.instrs)
-        blocks = dict.fromkeys(ref.block for i in some for ref in _rows_of(i))
         return Piece(
             parts,
             waits,
             signals,
             tuple(sorted(self._sizes_of(some))),
-            tuple(name for name in blocks if self._blocks[name].home == "ring"),
             tuple(self._inputs(some)),
             any(isinstance(i, micro.Dispatch) and i.kernel == "sample" for i in some),
             self._driver.mark(),
@@ -473,11 +496,6 @@ class Code:
             size(result.bytes, env) // 4, self._sizes.epoch,
         )  # fmt: skip
         return launch("push", (1,), 256, fields)
-
-    def _addresses(self, piece: Piece) -> tuple[int, ...]:
-        """Where blocks lie that come and go."""
-        places = (self._memory.block(name, self._device) for name in piece.ringed)
-        return tuple(0 if place is None else address_of(place) for place in places)
 
     # ---- inputs
     def _inputs(self, instrs: Sequence[Compute]) -> list[int]:

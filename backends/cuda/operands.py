@@ -242,8 +242,7 @@ class Operands:
         """Rows of a bf16 matrix as a tensor of torch."""
         import torch
 
-        matrix, place = self.matrix(arg), self.memory.block(arg.block, self.device)  # type: ignore[union-attr]
-        assert place is not None
+        matrix, place = self.matrix(arg), self._block(arg.block)  # type: ignore[union-attr]
         start = matrix.address - int(place.buffer.data_ptr())
         flat = place.buffer[start : start + 2 * matrix.n * matrix.k]
         return flat.view(torch.bfloat16).view(matrix.n, matrix.k)
@@ -251,8 +250,7 @@ class Operands:
     def matrix(self, arg: micro.Arg) -> Matrix:
         assert isinstance(arg, micro.BlockRef), arg
         weight = next(w for w in self.memory.stream.weights if w.name == arg.block)
-        block, place = self.blocks[arg.block], self.memory.block(arg.block, self.device)
-        assert place is not None, f"{arg.block} isn't loaded"
+        block, place = self.blocks[arg.block], self._block(arg.block)
         shape = [size(d, {}) for d in weight.type.shape] or [1]
         layout = LAYOUTS[weight.layout or "f32"]
         k = shape[1] if len(shape) == 2 else int(np.prod(shape[1:], dtype=np.int64))
@@ -261,6 +259,14 @@ class Operands:
         assert lo % layout.rows == 0, (arg, layout.name)
         per_row = layout.group_bytes(k) // layout.rows
         return Matrix(address_of(place) + (lo - block.lo) * per_row, hi - lo, k, layout)
+
+    def _block(self, name: str) -> Place:
+        """Where a block lies; one that comes and goes may not be there yet."""
+        if self.blocks[name].home == "ring":
+            return self.memory.ring(name, self.device)
+        place = self.memory.block(name, self.device)
+        assert place is not None, f"{name} isn't loaded"
+        return place
 
     def vector(self, arg: micro.Arg | None) -> int:
         """Address of f32 values in a slot or a block; 0 for none."""

@@ -6,7 +6,7 @@ reached, and sets those that others wait for. Copies to and from the host's memo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flashrt.backend import ABORT, I64, Memory
@@ -24,12 +24,14 @@ BLOCKS = 32  # that copy, at most: the link is slower than they
 @dataclass(frozen=True, slots=True)
 class Ticks:
     """The ticks of one stretch of instructions. waits: for others, at its begin; signals: for others, at its
-    end; stamps: i64 [3] of the host's, which kernels fill: came, went on, ended, by the device's clock."""
+    end; stamps: i64 [3] of the host's, which kernels fill: came, went on, ended, by the device's clock.
+    loads: ticks behind which weights are there that weren't before."""
 
     memory: Memory
     waits: tuple[micro.Wait, ...]
     signals: tuple[int, ...]
     stamps: I64
+    loads: Collection[int | None] = ()
 
     def around(self, joints: Sequence[Joint], encoded: Sequence[Sequence[Step]], ops: Operands) -> list[Step]:
         """The launches of the stretch. encoded: those of each joint that doesn't copy over."""
@@ -61,7 +63,8 @@ class Ticks:
     ) -> Step:
         ticks = int(self.memory.ticks.ctypes.data)
         abort = int(self.memory.words.ctypes.data) + 8 * ABORT
-        fields = Carry(epoch=ops.sizes.epoch, abort=abort, stamps=self.stamps.ctypes.data)
+        holds = int(any(wait.tick in self.loads for wait in waits))
+        fields = Carry(epoch=ops.sizes.epoch, abort=abort, stamps=self.stamps.ctypes.data, holds=holds)
         for i, wait in enumerate(waits):
             fields = fields._replace(**{f"tick_{i}": ticks + 8 * wait.tick, f"step_{i}": wait.step})
         blocks = 1

@@ -155,6 +155,6 @@ def device_spec(id: str, host: Device) -> Device:
     provider = require(id)
     rates = host.rates if provider.rate is None else {"f32": Measured(provider.rate, "assumed")}
     return replace(
-        host, id=id, kind=KIND, name=describe(id), rates=rates,
+        host, id=id, kind=KIND, name=describe(id), rates=rates, gemv=None,
         launch=Measured(provider.launch, "assumed"), kernels=kernels_of(provider.form), features=(),
     )  # fmt: skip

@@ -112,12 +112,22 @@ def _device(device: Device, survey: Survey) -> Iterator[tuple[str, str]]:
     free = "" if device.free is None else f", {size(device.free)} free"
     yield "memory", f"{size(device.memory)}{free}, a plan may use {size(device.budget)}"
     yield "reads", f"{device.read.value / 1e9:,.1f} GB/s ({_how(device.read, f'{device.id}/read', survey)})"
+    if gemv := device.gemv:
+        how = _how(gemv, f"{device.id}/gemv", survey)
+        yield "products", f"of one token read {gemv.value / 1e9:,.1f} GB/s of weights ({how})"
     for dtype, rate in device.rates.items():
         yield dtype, f"{rate.value / 1e9:,.0f} Gflop/s ({_how(rate, f'{device.id}/{dtype}', survey)})"
     yield "kernels", f"{len(device.kernels)}" if device.kernels else "none: nothing can be placed here yet"
     yield "features", " ".join(device.features) or "none known"
     if device.id == "cpu:0" and (hint := _halves(survey.system.cpus)):
         yield "groups", f"--device {hint} makes two devices of it"
+
+
+def _rates(device: Device) -> Iterator[tuple[str, Measured]]:
+    yield "read", device.read
+    if device.gemv:
+        yield "gemv", device.gemv
+    yield from device.rates.items()
 
 
 def _team(cpus: tuple[int, ...] | None) -> str:
@@ -209,7 +219,7 @@ def _disk(disk: Disk) -> tuple[str, str]:
 
 def _advise(survey: Survey) -> None:
     own = [d for d in survey.machine.devices if d.kind == "cpu"]
-    figures = [(f"{d.id}/{name}", r) for d in own for name, r in (("read", d.read), *d.rates.items())]
+    figures = [(f"{d.id}/{name}", r) for d in own for name, r in _rates(d)]
     if any(rate.how == "assumed" for _, rate in figures):
         say("assumed rates make poor estimates: flashrt devices --measure takes some seconds")
     elif any(survey.stale(key) for key, _ in figures):

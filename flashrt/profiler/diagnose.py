@@ -319,9 +319,11 @@ def _rates(subject: Subject) -> Iterator[Found]:
     survey = subject.survey
     measure = "flashrt devices --measure"
     for device in (d for d in survey.machine.devices if d.kind == "cpu"):
-        figures = {"read": device.read, **device.rates}
+        gemv = {"gemv": device.gemv} if device.gemv else {}
+        figures = {"read": device.read, **gemv, **device.rates}
         told = ", ".join(
             [f"{device.id}: reads {device.read.value / GB:.1f} GB/s"]
+            + [f"products of one token {rate.value / GB:.1f} GB/s" for rate in gemv.values()]
             + [f"{name} {rate.value / GB:,.0f} Gflop/s" for name, rate in device.rates.items()]
         )
         assumed = [name for name, rate in figures.items() if rate.how == "assumed"]

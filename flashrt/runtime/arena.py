@@ -80,7 +80,6 @@ class Residents:
         self._held: dict[tuple[str, Owner], int] = {}
         self._codes: list[tuple[str, Any]] = []  # those that say themselves what they hold
         self._remotes = {id: d for id, d in devices.items() if isinstance(d, Remote)}
-        self._streams = streams
         self._ways: dict[tuple[str, Weight, int, int], list[Place]] = {}  # as `pieces` has them
         self._largest: dict[tuple[str, Owner], int] = {}
         self._common: dict[tuple[str, Owner], Place] = {}
@@ -135,12 +134,11 @@ class Residents:
         """The stream's resident blocks and their memory, loaded unless an earlier variant loaded them.
 
         Devices of one pool have one copy of what they share. What the first variant needs of a pool lies in
-        one piece: large pages then cover it. So does what host devices keep in other variants and this one
-        brings to the memory of another device in each step: it is copied from there.
+        one piece: large pages then cover it.
         """
         weights = {w.name: w for w in stream.weights}
         resident = [b for b in stream.blocks if b.home == "resident"]
-        extents = self._extents([*self._lent(stream, weights), *((weights[b.name], b) for b in resident)])
+        extents = self._extents((weights[b.name], b) for b in resident)
         self._take_over(extents)
         if not self._kept:
             self._load_in_one_piece(extents)
@@ -179,18 +177,6 @@ class Residents:
     def _streaming(self, stream: micro.Stream) -> Iterator[micro.Block]:
         """Blocks that come and go in memory which the host doesn't see."""
         return (b for b in stream.blocks if b.home == "ring" and b.device in self._remotes)
-
-    def _lent(
-        self, stream: micro.Stream, weights: Mapping[str, Weight]
-    ) -> Iterator[tuple[Weight, micro.Block]]:
-        """What some variant keeps in the host's memory of the weights that this one streams elsewhere."""
-        wanted = {weights[b.name] for b in self._streaming(stream)}
-        for other in self._streams if wanted else ():
-            its = {w.name: w for w in other.weights}
-            for block in other.blocks:
-                here = block.home == "resident" and block.device not in self._remotes
-                if here and its[block.name] in wanted:
-                    yield its[block.name], block
 
     def _lock(self, stream: micro.Stream, weights: Mapping[str, Weight]) -> None:
         """Keeps the host's memory where it is from which the stream's blocks are copied in each step."""
@@ -441,6 +427,9 @@ class StreamMemory:
     def block(self, block: str, device: str) -> Place | None:
         return self._where[self._blocks[block, device]]
 
+    def ring(self, block: str, device: str) -> Place:
+        return self._rings[self._blocks[block, device]]
+
     def state(self, state: str, device: str) -> Place:
         return self._states[state, device]
 
@@ -460,10 +449,6 @@ class StreamMemory:
             self.table[index] = 0
         elif isinstance(place.buffer, np.ndarray):
             self.table[index] = place.buffer.ctypes.data + place.offset
-
-    def ring(self, block: micro.Block) -> Place:
-        """The ring memory a block is prefetched into."""
-        return self._rings[self._blocks[block.name, block.device]]
 
     def arenas(self) -> Iterable[tuple[str, Place]]:
         """Every piece of activation memory and its device, for poisoning between steps: all but inputs."""

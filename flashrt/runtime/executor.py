@@ -498,7 +498,7 @@ class Executor:
                 block = self._blocks[instr.block, instr.device]
                 self.memory.place(block, None)
                 if self.poison:
-                    self._spoil(block.device, self.memory.ring(block))
+                    self._spoil(block.device, self.memory.ring(block.name, block.device))
             case _:
                 assert_never(instr)
 
@@ -515,7 +515,7 @@ class Executor:
         return target if isinstance(target, Remote) else source
 
     def _load(self, block: micro.Block) -> None:
-        place, weight = self.memory.ring(block), self.memory.weights[block.name]
+        place, weight = self.memory.ring(block.name, block.device), self.memory.weights[block.name]
         self._residents.fill(block.device, weight, block.lo, block.hi, place)
         self.memory.place(block, place)
 

@@ -209,7 +209,9 @@ def streaming() -> Plan:
     large = variant("large", 5, 64, devices=("gpu:0",), weight_bytes={"gpu:0": 24_000}, window=1)
     streamed = {b.name for b in large.stream.blocks if b.home == "ring"}
     assert any("mlp" in name for name in streamed & here) and len(streamed) < len(large.stream.blocks)
-    return a_plan(small, large)
+    lenders = [b for b in small.stream.blocks if b.device == "cpu:0" and b.name in streamed]
+    stream = replace(large.stream, blocks=(*large.stream.blocks, *lenders))
+    return a_plan(small, replace(large, stream=stream))
 
 
 def test_weights_stream_from_where_they_are_kept(

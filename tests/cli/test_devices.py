@@ -60,6 +60,13 @@ def test_ages_and_staleness() -> None:
     assert "measured long ago" in result.stderr
 
 
+def test_what_products_read_is_shown_once_it_is_measured() -> None:
+    assert "of one token read" not in done("devices").stdout
+    snapshot.remember({"cpu:0/gemv": Measured(7.5e9, "measured")})
+    assert "of one token read 7.5 GB/s of weights (measured just now)" in done("devices").stdout
+    assert from_json(done("devices", "--json").stdout).device("cpu:0").gemv == Measured(7.5e9, "measured")
+
+
 def test_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured is shown; what couldn't be is told."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from zlib import crc32
 
 import numpy as np
 
 from benchmarks.gpu_experts import Chosen
 from benchmarks.gpu_experts import run as run_experts
-from benchmarks.gpu_hybrid import Asked, Hybrid, run
+from benchmarks.gpu_hybrid import Asked, Hybrid, rates, run
 from benchmarks.llama_shape import RandomSource, Shape
 from flashrt.backend import U8, OpenDevice
 from flashrt.backends.null import NullBackend
@@ -64,14 +65,21 @@ class Steady:
 
 
 def test_it_runs_and_tells() -> None:
-    rates, told = run(Pretend(computes=False), ASKED, [SMALL])
-    assert "cpu:0 reads 1.0 GB/s with 1 cores; link 1.0 and 1.0 GB/s" in rates
+    known, told = run(Pretend(computes=False), ASKED, [SMALL])
+    assert "cpu:0 reads 1.0 GB/s with 1 cores; link 1.0 and 1.0 GB/s" in known
     for name in ("decode at 24", "prefill 24", "prefill 80"):
         assert re.search(rf"{name} +[\d.]+ tok/s  limit +[\d.]+  share +[\d.]+  plan +[\d.]+", told), told
     assert re.search(r"the GPU is idle for [\d.]+ of it", told)
     taken, allowed = re.search(r"([\d.]+) MB by our count, ([\d.]+) MB allowed", told).groups()  # type: ignore[union-attr]
     assert 0 < float(taken) <= float(allowed)
     assert "GB pass" in told
+
+
+def test_what_products_read_is_told() -> None:
+    machine = Pretend(computes=False).machine()
+    gpu, host = machine.devices
+    known = rates(replace(machine, devices=(gpu, replace(host, gemv=assumed(7e8)))))
+    assert "reads 1.0 GB/s with 1 cores, products read 0.7 GB/s; link" in known
 
 
 def test_tokens_are_those_of_a_gpu_with_room_for_everything() -> None:

@@ -60,6 +60,14 @@ def test_a_group_is_its_share_of_the_host(tmp_path: Path) -> None:
     assert (part.read, part.rates["i8"], part.rates["f32"].how) == (own["read"], own["i8"], "assumed")
 
 
+def test_a_group_has_its_share_of_what_products_read(tmp_path: Path) -> None:
+    root, whole = tree(tmp_path, siblings(4)), replace(WHOLE, gemv=Measured(6e9, "measured"))
+    assert groups.group(WHOLE, "cpu:0-1", {}, root).gemv is None
+    assert groups.group(whole, "cpu:0-1", {}, root).gemv == Measured(3e9, "assumed")
+    own = Measured(4e9, "measured")
+    assert groups.group(whole, "cpu:0-1", {"gemv": own}, root).gemv == own
+
+
 def test_cores_that_are_not_ours() -> None:
     with pytest.raises(PlanError, match="may not use core 6,8-9\nit may use 0-5,7"):
         groups.group(WHOLE, "cpu:5-9", {})

@@ -165,6 +165,14 @@ def test_measured_rates_replace_assumed_ones() -> None:
     assert host.with_rates(device, {}) == device
 
 
+def test_what_products_read_is_never_assumed() -> None:
+    device = host.host()
+    assert device.gemv is None
+    measured = host.with_rates(device, {"gemv": Measured(4e9, "measured")})
+    assert (measured.gemv, measured.read) == (Measured(4e9, "measured"), device.read)
+    assert host.with_rates(measured, {}).gemv == measured.gemv
+
+
 def test_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "WORKING_SET", 1 << 20)
     read, f32 = host.measure_host(0.04)

@@ -49,6 +49,12 @@ def test_remembered_rates(cache: Path) -> None:
     assert snapshot.snapshot(measured={}).device("cpu:0").read.how == "assumed"
 
 
+def test_what_products_read_is_remembered() -> None:
+    snapshot.remember({**RATES, "cpu:0/gemv": Measured(5e9, "measured")})
+    assert snapshot.snapshot().device("cpu:0").gemv == Measured(5e9, "measured")
+    assert snapshot.snapshot(measured=RATES).device("cpu:0").gemv is None
+
+
 def test_rates_leave_the_fingerprint_alone() -> None:
     assert snapshot.snapshot(measured={}).fingerprint() == snapshot.snapshot(measured=RATES).fingerprint()
 

@@ -99,7 +99,9 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("providers", "WARN", "missing", {"providers": Providers(reason="onnxruntime is missing")}),
     ("providers", "WARN", "Intel NPU", {"providers": IDLE_CHIP}),
     ("device", "WARN", "only assumed: f32", {"rates": {"f32": Measured(1.0, "assumed")}}),
+    ("device", "WARN", "only assumed: gemv", {"gemv": Measured(1e10, "assumed")}),
     ("device", "WARN", "long ago", {"ages": {"cpu:0/read": STALE + 1}}),
+    ("device", "WARN", "products of one token 20.0 GB/s", {"gemv": SEEN, "ages": {"cpu:0/gemv": STALE + 1}}),
     ("device", "WARN", "memory is slow", {"read": Measured(1e9, "measured")}),
     ("link", "WARN", "assumed", {"machine": Machine((DEVICE,), (GUESSED,))}),
 ]

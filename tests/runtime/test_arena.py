@@ -86,7 +86,8 @@ def test_everything_has_its_place(plan: tuple[str, frozenset[str], int]) -> None
         assert (place.buffer.ctypes.data + place.offset) % 64 == 0
         assert place.buffer is root.buffer and place.offset == root.offset
     buffers = {id(p.buffer): p.buffer for p in map(memory.slot, slots)}
-    buffers |= {id(p.buffer): p.buffer for p in map(memory.ring, _ring(stream))}
+    rings = (memory.ring(b.name, b.device) for b in _ring(stream))
+    buffers |= {id(p.buffer): p.buffer for p in rings}
     kept = [memory.block(b.name, b.device) for b in stream.blocks if b.home == "resident"]
     states = [memory.state(s.name, HOME[plan[0]]) for s in stream.states]
     whole = [Place(buffer, 0, len(buffer)) for buffer in buffers.values()]
@@ -105,7 +106,7 @@ def test_the_block_table(plan: tuple[str, frozenset[str], int]) -> None:
         index, place = memory.block_of(block.name, block.device), memory.block(block.name, block.device)
         if block.home == "ring":
             assert place is None and memory.table[index] == 0
-            place = memory.ring(block)
+            place = memory.ring(block.name, block.device)
             memory.place(block, place)
         assert place is not None and place.bytes == block.bytes
         assert memory.table[index] == place.buffer.ctypes.data + place.offset

@@ -11,11 +11,12 @@ struct CarryArgs {
   i64* signal;             // a word of the host's that gets the epoch at the end, 0 for none
   int* through;            // 0 before and after
   i64* stamps;             // nanoseconds of the device's clock: came, went on, ended
+  i64 holds;               // whether weights are among what it waits for
 };
 
-// Kernels behind it may load their weights meanwhile.
+// Kernels behind it may load their weights meanwhile, unless they arrive only then.
 extern "C" __global__ void __launch_bounds__(256) carry(CarryArgs a) {
-  let_others_start();
+  if (!a.holds) let_others_start();
   after_others();
   const i64 epoch = *a.epoch;
   if (threadIdx.x == 0 && a.ticks[0]) {
@@ -26,6 +27,7 @@ extern "C" __global__ void __launch_bounds__(256) carry(CarryArgs a) {
     if (blockIdx.x == 0) { a.stamps[0] = came; a.stamps[1] = clock_ns(); }
   }
   __syncthreads();
+  if (a.holds) let_others_start();
   const int rows = a.x ? (int)*a.rows : 0, words = (int)a.words;
   const bool fours = !(((i64)a.x | a.x_stride | (i64)a.y | a.y_stride | words * 4) & 15);
   const int pieces = fours ? words / 4 : words, size = fours ? 16 : 4;
