@@ -8,7 +8,8 @@ the weights that this leaves in the host's memory, or they pass through the GPU,
 rates that are measured first. One sequence; prompts are read in steps of --tokens.
 
   limit  what the bytes of a step take at these rates: decode reads those in the host's memory, and then the
-         GPU's; a step of a prompt ends no sooner than its copies, its reads on the host and its arithmetic on the GPU
+         GPU's; a step of a prompt ends no sooner than its copies, its reads on the host and its arithmetic on
+         the GPU
   share  of the limit's speed that was reached
   plan   what the plan predicted, as a share of what was reached
   idle   share of a prompt's time in which the GPU has nothing to do: it waits for weights, or the processor

@@ -67,6 +67,17 @@ class Rect:
     stride: int
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What a lane of copies does next: it waits, brings pieces side by side to a place (none for what is
+    given back), and signals when they are there."""
+
+    waits: tuple[micro.Wait, ...]
+    signals: int | None
+    pieces: tuple[Place, ...] = ()
+    to: Place | None = None
+
+
 class Memory(Protocol):
     """Where everything of one stream lies. Addresses are fixed while code is loaded; contents change.
 
@@ -178,6 +189,9 @@ class Remote(Protocol):
 
     def gather(self, pieces: Sequence[Place], dst: Place) -> None:
         """Copies pieces, of its own memory or of the host's, side by side into its own."""
+
+    def moves(self, moves: Sequence[Move], memory: Memory) -> Any:
+        """A lane of copies as what `run` takes: one is under way before the one in front of it is through."""
 
 
 @runtime_checkable

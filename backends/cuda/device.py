@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
-from flashrt.backend import I64, U8, Compute, Memory, Place, Rect
+from flashrt.backend import I64, U8, Compute, Memory, Move, Place, Rect
 from flashrt.backends.cuda.code import Code
 from flashrt.backends.cuda.driver import Driver, GpuDriver
 from flashrt.backends.cuda.kernels import KIND, offered
+from flashrt.backends.cuda.moves import Moves, line, side_by_side
 from flashrt.backends.cuda.operands import Scratch
 from flashrt.errors import DeviceError, PlanError
 from flashrt.machine import Device
@@ -52,11 +52,11 @@ class CudaDevice:
         """
         return Code(instrs, memory, self.spec.id, self.driver, self._scratch)
 
-    def run(self, code: Code, epoch: int) -> None:
+    def run(self, code: Code | Moves, epoch: int) -> None:
         """Waits, computes, signals; returns when the device is through."""
         code.run(epoch)
 
-    def stamps(self, code: Code) -> I64:
+    def stamps(self, code: Code | Moves) -> I64:
         """[instructions, 3] of the last run: a region's time stands at its first instruction."""
         return code.stamps
 
@@ -67,17 +67,19 @@ class CudaDevice:
 
     def write(self, data: U8, dst: Place) -> None:
         """Host bytes into device memory."""
-        self.driver.copy((_line(Place(data, 0, len(data))), _line(dst, len(data))))
+        self.driver.copy((line(Place(data, 0, len(data))), line(dst, len(data))))
 
     def read(self, src: Place, out: U8) -> None:
         """The first bytes of a place, as many as `out` has room for."""
-        self.driver.copy((_line(src, len(out)), _line(Place(out, 0, len(out)))))
+        self.driver.copy((line(src, len(out)), line(Place(out, 0, len(out)))))
 
     def gather(self, pieces: Sequence[Place], dst: Place) -> None:
         """Pieces side by side into device memory."""
-        ends = accumulate((piece.bytes for piece in pieces), initial=dst.offset)
-        there = (Place(dst.buffer, at, piece.bytes) for at, piece in zip(ends, pieces, strict=False))
-        self.driver.copy(*((_line(piece), _line(to)) for piece, to in zip(pieces, there, strict=True)))
+        self.driver.copy(*side_by_side(pieces, dst))
+
+    def moves(self, moves: Sequence[Move], memory: Memory) -> Moves:
+        """A lane of copies as what `run` takes."""
+        return Moves(moves, memory, self.spec.id, self.driver)
 
     def lock(self, memory: U8) -> None:
         """Keeps host memory where it is while this device is open, for copies at the link's full rate."""
@@ -87,12 +89,6 @@ class CudaDevice:
         """Lets go of locked memory; the device's own goes with its last buffer, graphs with their code."""
         self._scratch.clear()
         self.driver.close()
-
-
-def _line(place: Place, nbytes: int | None = None) -> Rect:
-    """The first bytes of a place, None for all, as one row."""
-    count = place.bytes if nbytes is None else nbytes
-    return Rect(place, 0, 1, count, count)
 
 
 class CudaBackend:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -40,6 +41,23 @@ class Mark(Protocol):
         """Until the device has reached it; raises as `through` does."""
 
 
+class Copies(Protocol):
+    """An order of copies of its own, of which several may be under way."""
+
+    def begin(self) -> None:
+        """Of a step's: nothing is under way."""
+
+    def copy(self, pairs: Sequence[tuple[Rect, Rect]], number: int) -> None:
+        """Enqueues copies from the first to the second of each pair. number: of them together, for `wait`."""
+
+    def signal(self, word: int, value: int) -> None:
+        """A word of 64 bits in page-locked memory, by its address, gets a value when what was enqueued is
+        through."""
+
+    def wait(self) -> dict[int, int]:
+        """Until all is through; when that was, by number, in nanoseconds of time.perf_counter_ns."""
+
+
 class Driver(Protocol):
     """What the device needs of a GPU. Tests have one that runs kernels on the host."""
 
@@ -68,6 +86,9 @@ class Driver(Protocol):
     def copy(self, *pairs: tuple[Rect, Rect]) -> None:
         """Copies from the first to the second of each pair, between host and device memory, beside the
         kernels; returns when all is done."""
+
+    def copier(self, most: int) -> Copies:
+        """An order of copies with numbers below `most`."""
 
     def mark(self) -> Mark:
         """A mark, not yet set."""
@@ -193,14 +214,17 @@ class GpuDriver:
         if not hasattr(self._own, "stream"):
             self._own.stream = self._torch.cuda.Stream(self._device, priority=-1)
             self._own.mark = self.mark(self._own.stream)
-        stream = self._own.stream.cuda_stream
+        self.enqueue(pairs, self._own.stream.cuda_stream)
+        self._own.mark.set()
+        self._own.mark.wait()
+
+    def enqueue(self, pairs: Sequence[tuple[Rect, Rect]], stream: int) -> None:
+        """Copies on a stream of CUDA's."""
         for src, dst in pairs:
             if src.rows == 1 or src.stride == dst.stride == src.row_bytes:
                 self._check(self._flat(src, dst, src.rows * src.row_bytes, stream))
             else:
                 self._check(self._cuda.cuMemcpy2DAsync(self._pitched(src, dst), stream))
-        self._own.mark.set()
-        self._own.mark.wait()
 
     def _flat(self, src: Rect, dst: Rect, nbytes: int, stream: int) -> Any:
         here, there = _address(src), _address(dst)
@@ -221,6 +245,10 @@ class GpuDriver:
             setattr(copy, f"{end}Pitch", rect.stride)
         copy.WidthInBytes, copy.Height = src.row_bytes, src.rows
         return copy
+
+    def copier(self, most: int) -> Copies:
+        self._enter()
+        return _Copies(self, most)
 
     def mark(self, stream: Any = None) -> Mark:
         self._enter()
@@ -300,14 +328,49 @@ class GpuDriver:
         return result[0] if result else None
 
 
-class _Event:
-    """A mark in a stream: an event of CUDA's."""
+class _Copies:
+    """A stream of copies, and an event behind each."""
 
-    def __init__(self, driver: GpuDriver, stream: int) -> None:
+    def __init__(self, driver: GpuDriver, most: int) -> None:
+        self._driver, self._cuda = driver, driver._cuda
+        self._stream = driver._torch.cuda.Stream(driver._device, priority=-1)
+        self._first, *self._behind = (
+            _Event(driver, self._stream.cuda_stream, timed=True) for _ in range(most + 1)
+        )
+        self._end = _Event(driver, self._stream.cuda_stream)
+        self._enqueued: list[int] = []
+        self._begun = 0
+
+    def begin(self) -> None:
+        self._driver._enter()
+        self._enqueued.clear()
+
+    def copy(self, pairs: Sequence[tuple[Rect, Rect]], number: int) -> None:
+        if not self._enqueued:
+            self._begun = time.perf_counter_ns()
+            self._first.set()
+        self._driver.enqueue(pairs, self._stream.cuda_stream)
+        self._behind[number].set()
+        self._enqueued.append(number)
+
+    def signal(self, word: int, value: int) -> None:
+        self._driver._check(self._cuda.cuStreamWriteValue64(self._stream.cuda_stream, word, value, 0))
+
+    def wait(self) -> dict[int, int]:
+        self._driver._enter()
+        self._end.set()
+        self._end.wait()
+        return {at: self._begun + self._first.until(self._behind[at]) for at in self._enqueued}
+
+
+class _Event:
+    """A mark in a stream: an event of CUDA's. timed: whether `until` can be asked."""
+
+    def __init__(self, driver: GpuDriver, stream: int, *, timed: bool = False) -> None:
         self._driver, self._cuda, self._stream = driver, driver._cuda, stream
         flags = self._cuda.CUevent_flags
         # a thread that waits long sleeps: the cores are the CPU's
-        kind = flags.CU_EVENT_BLOCKING_SYNC | flags.CU_EVENT_DISABLE_TIMING
+        kind = flags.CU_EVENT_BLOCKING_SYNC | (0 if timed else flags.CU_EVENT_DISABLE_TIMING)
         self._event = driver._check(self._cuda.cuEventCreate(kind))
         weakref.finalize(self, self._cuda.cuEventDestroy, self._event)
 
@@ -327,6 +390,11 @@ class _Event:
             if self.through():
                 return
         self._driver._check(self._cuda.cuEventSynchronize(self._event))
+
+    def until(self, later: _Event) -> int:
+        """Nanoseconds between two that were reached."""
+        milliseconds = self._driver._check(self._cuda.cuEventElapsedTime(self._event, later._event))
+        return int(milliseconds * 1e6)
 
 
 class _Locks:

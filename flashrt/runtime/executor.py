@@ -24,7 +24,7 @@ from typing import Any, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from flashrt.backend import ABORT, I64, U8, Ahead, Compute, OpenDevice, Pause, Place, Rect, Remote
+from flashrt.backend import ABORT, I64, U8, Ahead, Compute, Move, OpenDevice, Pause, Place, Rect, Remote
 from flashrt.errors import DeviceError, ProgramError
 from flashrt.ir import micro
 from flashrt.ir.ops import EXACT
@@ -121,7 +121,7 @@ class Executor:
         self.epoch = 0
         self.took = 0  # nanoseconds of the last step
         self._lanes = [
-            _Lane(device, lane, self._units(indices), _signals(stream, indices))
+            _Lane(device, lane, self._units(device, indices), _signals(stream, indices))
             for (device, lane), indices in lanes_of(stream).items()
         ]
         self._rests, self._resting = rests or Rests(stream), frozenset[_Lane]()
@@ -398,8 +398,33 @@ class Executor:
         return StepTrace(self.stream.name, self.epoch, begun, ended, dict(self._env), stamps)
 
     # ---- units
-    def _units(self, indices: Sequence[int]) -> list[Unit]:
+    def _units(self, id: str, indices: Sequence[int]) -> list[Unit]:
+        device = self.devices[id]
+        if isinstance(device, Remote) and not self.poison and (moves := self._moves(indices)) is not None:
+            code = device.moves(moves, self.memory)
+            self._codes.append(code)
+            return [Unit(tuple(indices), lambda e: device.run(code, e), lambda: device.stamps(code))]
         return [self._unit(group) for group in self._groups(indices)]
+
+    def _moves(self, indices: Sequence[int]) -> list[Move] | None:
+        """A lane that only brings blocks which lie somewhere for good, and gives them back; else None.
+        Experts may lie elsewhere in the next step."""
+        if any(isinstance(i, micro.Dispatch) and i.kernel.startswith("expert_") for i in self.stream.instrs):
+            return None
+        moves = []
+        for instr in (self.stream.instrs[i] for i in indices):
+            if not isinstance(instr, micro.Prefetch | micro.Evict):
+                return None
+            block = self._blocks[instr.block, instr.device]
+            pieces, to = list[Place](), None
+            if isinstance(instr, micro.Prefetch):
+                weight = self.memory.weights[block.name]
+                pieces += self._residents.pieces(block.device, weight, block.lo, block.hi)
+                to = self.memory.ring(block.name, block.device)
+                if not pieces:
+                    return None
+            moves.append(Move(instr.waits, instr.signals, tuple(pieces), to))
+        return moves
 
     def _groups(self, indices: Sequence[int]) -> Iterator[list[int]]:
         """Instructions that are loaded together: a region, or a bias with its dispatch, or one alone."""

@@ -86,5 +86,8 @@ class HandMemory:
     def block(self, block: str, device: str) -> Place | None:
         return self.blocks[block, device]
 
+    def ring(self, block: str, device: str) -> Place:
+        raise NotImplementedError
+
     def state(self, state: str, device: str) -> Place:
         return self.states[state, device]

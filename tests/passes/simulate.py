@@ -88,6 +88,9 @@ class PretendMemory:
     def block(self, block: str, device: str) -> Place | None:
         return self.loaded.get((block, device))
 
+    def ring(self, block: str, device: str) -> Place:
+        raise NotImplementedError
+
     def load(self, name: str, device: str) -> None:
         block = self.blocks[name, device]
         assert (name, device) not in self.loaded, f"{name} is loaded twice"

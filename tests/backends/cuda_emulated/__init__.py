@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -78,6 +78,26 @@ class Reached:
         pass
 
 
+class Enqueued:
+    """Copies that are made at once."""
+
+    def __init__(self, driver: EmulatedDriver) -> None:
+        self._driver, self._through = driver, dict[int, int]()
+
+    def begin(self) -> None:
+        self._through.clear()
+
+    def copy(self, pairs: Sequence[tuple[Rect, Rect]], number: int) -> None:
+        self._driver.copy(*pairs)
+        self._through[number] = time.perf_counter_ns()
+
+    def signal(self, word: int, value: int) -> None:
+        ctypes.c_int64.from_address(word).value = value
+
+    def wait(self) -> dict[int, int]:
+        return dict(self._through)
+
+
 class EmulatedDriver:
     """`flashrt.backends.cuda.driver.Driver` without a GPU.
 
@@ -128,6 +148,9 @@ class EmulatedDriver:
             up, down = (isinstance(rect.place.buffer, np.ndarray) for rect in (src, dst))
             self.copies["up" if up else "down" if down else "across"].append(src.rows * src.row_bytes)
             _bytes(dst).copy_(_bytes(src))
+
+    def copier(self, most: int) -> Enqueued:
+        return Enqueued(self)
 
     def mark(self) -> Reached:
         return Reached()
