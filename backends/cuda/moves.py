@@ -44,9 +44,12 @@ class Moves:
         finally:
             ended = self._copies.wait()
         before = 0
-        for at, end in ended.items():
-            self.stamps[at, 1] = max(self.stamps[at, 1], before)
-            self.stamps[at, 2] = before = max(end, int(self.stamps[at, 1]))
+        for at, (arrived, started, over) in enumerate(self.stamps.tolist()):
+            # the lane comes to a copy when the one in front of it is through
+            arrived = max(arrived, before)
+            started = max(started, arrived)
+            before = max(ended.get(at, over), started)
+            self.stamps[at] = arrived, started, before
 
     def _await(self, move: Move, epoch: int) -> None:
         memory = self._memory

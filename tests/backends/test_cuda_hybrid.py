@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from flashrt.backends.reference import ReferenceBackend
 from flashrt.compiler import CompileOptions, compile_model
 from flashrt.errors import DeviceError, ProgramError
 from flashrt.ir import laws, micro
+from flashrt.ir.order import loaded_at_start
 from flashrt.llm.generate import Generator
 from flashrt.llm.request import Request, Sampling
 from flashrt.machine import Device, Link, Machine, Measured
@@ -236,16 +238,73 @@ def test_weights_stream_from_where_they_are_kept(
         assert sum(locked) >= sum(b.bytes for b in lent)
 
 
+def passing() -> Plan:
+    """Feed-forward blocks of one layer on the CPU, those of another pass through the GPU meanwhile."""
+    pins = (Pin("layers.0.mlp", "cpu:0"), Pin("layers.0.self_attn", "gpu:0"), Pin("layers.1", "gpu:0"))
+    made = variant("all", 1, 64, pins=pins, weight_bytes={"gpu:0": 30_000}, repeats=True)
+    assert loaded_at_start(made.stream)
+    ring = [b for b in made.stream.blocks if b.home == "ring"]
+    lenders = (replace(b, device="cpu:0", home="resident", offset=None) for b in ring)
+    return a_plan(replace(made, stream=replace(made.stream, blocks=(*made.stream.blocks, *lenders))))
+
+
+@pytest.mark.parametrize("polls", [True, False], ids=["polls", "host looks"])
+def test_weights_pass_while_the_cpu_computes(
+    driver: Driver, right: Result, polls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels find the weights that they need, step after step, and a step is one piece; nothing is read
+    from the file twice."""
+    monkeypatch.setattr(driver, "polls", polls)
+    plan, source = passing(), tiny_source(GRAPH)
+    for poison in (False, True):
+        with opened(plan, driver, source, poison=poison) as program:
+            for _ in range(3):
+                agree(generated(program.call), right)
+            if polls:
+                code = next(c for c in program._executors["all"]._codes if hasattr(c, "_pieces"))
+                assert len(code._pieces) == 1
+            program.trace = Trace()
+            generated(program.call)
+            for step in program.trace.steps:
+                mine = [at for at, i in enumerate(plan.variants[0].stream.instrs) if i.lane == "copy_in"]
+                stamps = step.stamps[mine]
+                assert (np.diff(stamps, axis=1) >= 0).all() and (np.diff(stamps[:, 2]) >= 0).all()
+    counts = Counter(name for name, _, _ in source.reads)
+    assert max(counts.values()) == 2  # once for each program
+
+
+def test_a_lane_of_copies_gives_up(driver: Driver, right: Result) -> None:
+    """An error of the processor ends a step in which weights are on their way; the next one is right."""
+    plan, failing = passing(), True
+    with opened(plan, driver, poison=False) as program:
+        agree(generated(program.call), right)
+        cpu = program.devices["cpu:0"]
+        run = cpu.run
+
+        def sometimes(loaded: Any, epoch: int) -> None:
+            if failing:
+                raise DeviceError("cpu:0 is lost")
+            run(loaded, epoch)
+
+        cpu.run = sometimes  # type: ignore[method-assign,assignment]
+        for _ in range(2):
+            with pytest.raises(DeviceError, match="is lost"):
+                generated(program.call)
+        failing = False
+        agree(generated(program.call), right)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("made", ["products", "streaming"])
+@pytest.mark.parametrize("made", ["products", "streaming", "passing"])
 def test_kernels_run_late(made: str) -> None:
     """Nothing is taken for done that was only enqueued: kernels run on a thread of their own, and late."""
     from tests.backends.cuda_emulated import COMPILER, LateDriver
 
     if COMPILER is None:
         pytest.skip("no g++ to compile the emulated kernels")
-    plan = streaming() if made == "streaming" else a_plan(variant("all", 1, 64, pins=MLP_HERE))
-    with opened(plan, LateDriver()) as program:
+    products = {"streaming": streaming, "passing": passing}
+    plan = products.get(made, lambda: a_plan(variant("all", 1, 64, pins=MLP_HERE)))()
+    with opened(plan, LateDriver(), poison=made != "passing") as program:
         agree(generated(program.call, 0.0), reference(0.0))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from flashrt.errors import PlanError
 from flashrt.ir import micro
 from flashrt.ir.laws import check, violations
+from flashrt.ir.order import loaded_at_start
 from flashrt.ir.text import read_micro, to_text
 from flashrt.ir.types import evaluate
 from flashrt.passes.elide import elide
@@ -99,6 +100,43 @@ output y %2
     stream = read_micro(text)
     assert prefetch(stream, window=4) == stream
     assert violations(pack(overlap(stream))) == []
+
+
+def test_prefetch_as_soon_as_there_is_room() -> None:
+    """Behind an eviction, not only where the next block was due."""
+    instrs = prefetch(three(), window=4, limits={"d": 8192}).instrs
+    moves = [i for i in instrs if isinstance(i, micro.Prefetch | micro.Evict)]
+    order = " ".join(f"{'+' if isinstance(i, micro.Prefetch) else '-'}{i.block}" for i in moves)
+    assert order == "+a +b -a +c -b -c"
+
+
+@pytest.mark.parametrize("limit", [4096, 8192, 12288])
+def test_prefetch_across_steps(limit: int) -> None:
+    """What a step needs first is loaded at the end of the one before it, in the same place of the ring."""
+    within = prefetch(three(), window=4, limits={"d": limit})
+    across = prefetch(three(), window=4, limits={"d": limit}, across=True)
+    first = {"a"} if limit == 4096 else {"a", "b"} if limit == 8192 else {"a", "b", "c"}
+    assert {name for name, _ in loaded_at_start(across)} == first and not loaded_at_start(within)
+    packed = [pack(overlap(stream)) for stream in (within, across)]
+    for stream in packed:
+        assert violations(stream) == [] and dict(stream.rings)["d"] <= limit
+    places = [{b.name: b.offset for b in stream.blocks} for stream in packed]
+    assert places[0] == places[1]
+
+
+def three() -> micro.Stream:
+    """Three products, each of a weight that comes and goes."""
+    lines = ["micro three", "symbol T lo=1 hi=1 hint=1", "input x f32[T,32]"]
+    lines += [f"weight {w} f32[32,32] sources=[{w}] layout=f32" for w in "abc"]
+    lines += ["slot %0 d f32[T,32] input=x", *(f"slot %{n} d f32[T,32]" for n in (1, 2, 3))]
+    lines += [f"block {w} d lo=0 hi=32 bytes=4096" for w in "abc"]
+    for n, w in enumerate("abc"):
+        lines += [
+            f"prefetch device=d lane=compute block={w} bytes=4096",
+            f"dispatch device=d lane=compute kernel=linear.f32 args=[%{n},@{w}] dst=%{n + 1}",
+            f"evict device=d lane=compute block={w}",
+        ]
+    return read_micro("\n".join([*lines, "output y %3", ""]))
 
 
 # ---- overlap -------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from flashrt.errors import PlanError
 from flashrt.frontend.imported import Imported
 from flashrt.ir import laws, micro
 from flashrt.ir.clock import simulate
+from flashrt.ir.order import loaded_at_start
 from flashrt.machine import Link, Machine
+from flashrt.passes import variants
 from flashrt.passes.lending import SMALL
 from flashrt.passes.pipeline import step_time
 from flashrt.passes.variants import ANSWER, PROMPT
@@ -32,26 +34,28 @@ WHOLE = Shape(context=2304)
 FEW, MORE = 580 << 20, 850 << 20  # bytes of a GPU for a quarter and a half of it, results and ring included
 
 
-def h200(limit: int, link: float = 55e9) -> Machine:
-    """The GPU with that limit, and sixteen cores, 26 microseconds there and back."""
+def h200(limit: int, link: float = 55e9, gemv: float = 0.0) -> Machine:
+    """The GPU with that limit, and sixteen cores, 26 microseconds there and back. gemv: the share of what the
+    memory gives, that products get; 0 where it wasn't measured."""
     gpu = device(
         GPU, memory=139 * GIB, read=known(4.36e12), launch=known(2.0), limit=limit,
         rates={"f32": known(5e13), "i8": known(4e14), "bf16": known(6e14)},
     )  # fmt: skip
     rates = {"f32": known(2e12), "i8": known(4e12), "bf16": known(8e12)}
     cpu = device(CPU, memory=128 * GIB, read=known(74.6e9), launch=known(0.5), rates=rates, cores=16)
+    cpu = replace(cpu, gemv=known(gemv * cpu.read.value) if gemv else None)
     ways = [Link(a, b, known(link), known(13.0)) for a, b in ((CPU, GPU), (GPU, CPU))]
     return Machine((cpu, gpu), (*ways, Link("disk", CPU, known(2e9), known(50.0))))
 
 
-def compiled(shape: Shape, limit: int, numerics: str = "fast", link: float = 55e9) -> Plan:
-    return _compiled(shape, limit, numerics, link)  # one key, however the defaults are given
+def compiled(shape: Shape, limit: int, numerics: str = "fast", link: float = 55e9, gemv: float = 0.0) -> Plan:
+    return _compiled(shape, limit, numerics, link, gemv)  # one key, however the defaults are given
 
 
 @cache
-def _compiled(shape: Shape, limit: int, numerics: str, link: float) -> Plan:
+def _compiled(shape: Shape, limit: int, numerics: str, link: float, gemv: float) -> Plan:
     options = CompileOptions(shape.context, 512, 4, numerics=numerics)
-    return compile_model(imported(shape), h200(limit, link), options)
+    return compile_model(imported(shape), h200(limit, link, gemv), options)
 
 
 CASES = [pytest.param(QUARTER, FEW, id="few"), pytest.param(QUARTER, MORE, id="more")]
@@ -91,16 +95,17 @@ def taken(plan: Plan, device: str) -> int:
 
 @hybrid
 def test_small_steps_compute_where_weights_lie(shape: Shape, limit: int) -> None:
-    """State and attention on the GPU, weights that don't fit it on the processor, where their products are;
-    nothing passes, and little crosses."""
+    """State and attention on the GPU, weights that don't fit it with the processor, where most of their
+    products are, and the others pass; little crosses."""
     small, _ = compiled(shape, limit).variants
     assert where(small, "attention") == {GPU: shape.layers}
     assert {b.device: b.state for b in small.budgets}[CPU] == 0
-    assert not small.stream.rings
+    passing, kept = blocks(small, GPU, "ring"), blocks(small, CPU, "resident")
+    assert passing.items() <= kept.items()
+    assert 2 * sum(passing.values()) < sum(n for name, n in kept.items() if name != "embed_tokens.weight")
     products = where(small, "linear")
     assert products[CPU] > 0 and products.total() == 4 * shape.layers + 1
-    layers = -(-products[CPU] // 4)
-    assert where(small, "transfer").total() <= 2 * layers + 8
+    assert where(small, "transfer").total() <= products[CPU] + 8
     assert not small.physical.splits and not any(n.shard or n.part for n in small.physical.nodes)
 
 
@@ -120,12 +125,30 @@ def test_large_steps_bring_them(shape: Shape, limit: int) -> None:
 
 @hybrid
 def test_loading_is_hidden(shape: Shape, limit: int) -> None:
-    """While weights pass, the link is busy nearly always: blocks load while others compute."""
+    """While weights pass, either the link is busy nearly always, or the GPU is."""
     large = compiled(shape, limit).variants[1]
     line = simulate(large.stream, {}, 1)
     loads = [s for s in line.spans if isinstance(large.stream.instrs[s.index], micro.Prefetch)]
     spent = sum(s.end - s.start for s in loads)
-    assert spent > 0.9 * (loads[-1].end - loads[0].start)
+    computed = line.busy()[GPU, "compute"] * line.step_time
+    assert spent > 0.9 * (loads[-1].end - loads[0].start) or computed > 0.75 * line.step_time
+
+
+@pytest.mark.parametrize("gemv", [0.9, 0.7], ids=str)
+def test_weights_pass_while_the_processor_computes(gemv: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small steps, where its products leave the memory something to give: the step is sooner through, and
+    the first blocks are there when it begins."""
+    plan = compiled(QUARTER, FEW, gemv=gemv)
+    monkeypatch.setattr(variants, "_passing", lambda v, made, *_: made)
+    small, without = plan.variants[0], _compiled.__wrapped__(QUARTER, FEW, "fast", 55e9, gemv).variants[0]
+    assert small.stream.rings and not without.stream.rings
+    assert step_time(small.stream, plan.machine) < 0.97 * step_time(without.stream, plan.machine)
+    assert loaded_at_start(small.stream)
+    for variant in plan.variants:
+        assert not laws.violations(variant.physical) and not laws.violations(variant.stream)
+        assert blocks(variant, GPU, "ring").items() <= blocks(variant, CPU, "resident").items()
+    assert blocks(small, GPU, "resident") == blocks(plan.variants[1], GPU, "resident")
+    assert taken(plan, GPU) <= FEW
 
 
 @hybrid
@@ -146,8 +169,10 @@ def test_the_estimate_of_small_steps_is_honest(shape: Shape, limit: int, numeric
     read = Counter[str]()
     for block in small.stream.blocks:
         read[block.device] += block.bytes if block.name != "embed_tokens.weight" else 0
-    bound = sum(n / plan.machine.device(d).read.value for d, n in read.items()) * 1e6
-    assert 0.85 <= bound / step_time(small.stream, plan.machine) <= 1
+    each = {d: 1e6 * n / plan.machine.device(d).read.value for d, n in read.items()}
+    took = step_time(small.stream, plan.machine)
+    # while weights pass, the GPU computes beside the processor
+    assert max(each.values()) <= took and 0.85 <= sum(each.values()) / took <= 1.05
 
 
 def test_the_border_follows_from_the_costs() -> None:
