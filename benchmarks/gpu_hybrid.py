@@ -73,12 +73,12 @@ class Here:
         from benchmarks.gpu_model import device, matrix_limit, read_limit
         from flashrt.backends.cpu import CpuBackend
         from flashrt.engine import machine_picture
-        from flashrt.probes.host import measure_host
+        from flashrt.probes.host import beyond_caches, measure_host
 
         read, f32 = measure_host(2.0)
         host = machine_picture().devices[0]
         with closing(CpuBackend().open(host)) as opened:
-            gemv = measured(gemv_rate(opened, 0.5))
+            gemv = measured(gemv_rate(opened, 0.5, beyond_caches()))
         bf16 = measured(matrix_limit())
         rates = {"bf16": bf16, "i8": bf16, "f32": measured(bf16.value / OTHERS)}
         gpu = replace(device(), read=measured(read_limit()), rates=rates)

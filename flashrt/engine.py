@@ -32,6 +32,7 @@ from flashrt.llm.kv import pages_for
 from flashrt.llm.request import Request, Sampling
 from flashrt.machine import Device, Link, Machine, Measured
 from flashrt.probes import groups, links, snapshot
+from flashrt.probes.host import beyond_caches
 from flashrt.program import Plan, Program, Variant
 from flashrt.runtime import room
 from flashrt.status.publisher import Publisher, publish
@@ -218,7 +219,8 @@ def measure_host(seconds: float = 0.5) -> dict[str, Measured]:
             rate = rates.matrix_rate(device, dtype, seconds)
             measured[f"{spec.id}/{dtype}"] = Measured(rate, "measured")
         if rates.GEMV in kernels:
-            measured[f"{spec.id}/gemv"] = Measured(rates.gemv_rate(device, seconds), "measured")
+            gemv = rates.gemv_rate(device, seconds, beyond_caches())
+            measured[f"{spec.id}/gemv"] = Measured(gemv, "measured")
     return measured
 
 

@@ -23,7 +23,8 @@ from flashrt.machine import Device, Measured
 ID = "cpu:0"
 POOL = "host"  # the memory that every device of the host's processor lives in
 ROOT = Path("/")
-WORKING_SET = 64 << 20  # bytes a thread reads: beyond a core's share of most caches
+WORKING_SET = 64 << 20  # bytes a thread reads, at least: beyond a core's share of most caches
+CACHES = 8  # times as large as all caches is what is read: they keep little of it until it comes again
 MATRIX = 512  # rows and columns of the measured product: fits a core's cache, large enough for its peak
 
 # Those that kernels are chosen by; Linux's names, but "neon" for ARM's "asimd".
@@ -88,7 +89,7 @@ def measure_host(seconds: float = 0.5) -> tuple[Measured, Measured]:
     """
     device = host()
     cores = device.cores
-    size = min(WORKING_SET, (device.free or device.memory) // (8 * cores))
+    size = min(max(WORKING_SET, beyond_caches() // cores), (device.free or device.memory) // (8 * cores))
     try:
         read = _per_second(cores, seconds / 2, lambda: _reading(size))
         flops = _per_second(cores, seconds / 2, _multiplying)
@@ -173,6 +174,18 @@ def cores_of(cpus: frozenset[int], root: Path = ROOT) -> int:
     else:
         cores = min(len(cpus), psutil.cpu_count(logical=False) or len(cpus))
     return max(1, min([cores, *(int(quota) for quota in _quotas(root))]))
+
+
+def beyond_caches(root: Path = ROOT) -> int:
+    """Bytes of which the caches under the usable processors keep little; 0 where nobody says how large they
+    are."""
+    found: dict[str, int] = {}
+    for n in usable_cpus():
+        for folder in (root / f"sys/devices/system/cpu/cpu{n}/cache").glob("index*"):
+            size, shared = (_text(folder / name).strip() for name in ("size", "shared_cpu_list"))
+            if _text(folder / "level").strip() == "3" and size.removesuffix("K").isdigit():
+                found[shared] = int(size.removesuffix("K")) << 10
+    return CACHES * sum(found.values())
 
 
 def _assumed_flops(features: tuple[str, ...]) -> float:

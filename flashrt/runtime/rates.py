@@ -25,7 +25,7 @@ ROUNDED = {
 FEW = "q4.16x32"  # layout of the weights that one token is multiplied with
 GEMV = (f"linear.{FEW}", LINEAR_I8)  # (kernel, numerics) that a device must have for `gemv_rate`
 MATRIX = (14336, 4096)  # of each of them
-MATRICES = 16  # at most: half a gigabyte, which no cache keeps
+MATRICES = 16  # half a gigabyte
 ROOM = 8  # they take at most this part of the device's free memory
 
 
@@ -55,16 +55,18 @@ dispatch device={id} lane=compute kernel={kernel} args=[%1,@w] dst=%2 numerics="
     return 2.0 * TOKENS * WIDTH * WIDTH / _run(device, text, TOKENS, seconds)
 
 
-def gemv_rate(device: OpenDevice, seconds: float) -> float:
+def gemv_rate(device: OpenDevice, seconds: float, least: int = 0) -> float:
     """Bytes per second of packed weights that products of one token read, one after the other, in about that
     time.
 
+    least: bytes of weights of which no cache keeps much; they take no more than there is room for.
     The device has `GEMV`. Raises DeviceError when it fails, or has no room for one matrix.
     """
     (kernel, numerics), id, (n, k) = GEMV, device.spec.id, MATRIX
     nbytes = LAYOUTS[FEW].bytes(n, k)
     free = device.spec.memory if device.spec.free is None else device.spec.free
-    names = [f"w{at}" for at in range(max(1, min(MATRICES, free // ROOM // nbytes)))]
+    wanted = max(MATRICES, -(-least // nbytes))
+    names = [f"w{at}" for at in range(max(1, min(wanted, free // ROOM // nbytes)))]
     lines = [
         "micro rate",
         "symbol T lo=1 hi=1 hint=1",

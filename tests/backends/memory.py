@@ -87,7 +87,9 @@ class HandMemory:
         return self.blocks[block, device]
 
     def ring(self, block: str, device: str) -> Place:
-        raise NotImplementedError
+        place = self.blocks[block, device]
+        assert place is not None, f"{block} isn't loaded"
+        return place
 
     def state(self, state: str, device: str) -> Place:
         return self.states[state, device]

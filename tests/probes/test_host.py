@@ -181,6 +181,22 @@ def test_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1e7 < f32.value < 1e16
 
 
+def test_what_no_cache_keeps(tmp_path: Path, eight: None) -> None:
+    """Eight times the caches of the third level, each counted once; smaller ones and others' aren't."""
+
+    def cache(cpu: int, index: int, level: int, size: str, shared: str) -> dict[str, str]:
+        folder = f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}"
+        return {f"{folder}/{name}": f"{value}\n" for name, value in
+                (("level", level), ("size", size), ("shared_cpu_list", shared))}  # fmt: skip
+
+    files: dict[str, str] = {}
+    for cpu in range(9):
+        files |= cache(cpu, 2, 2, "2048K", str(cpu)) | cache(cpu, 3, 3, "32768K", "0-3" if cpu < 4 else "4-7")
+    files |= cache(8, 3, 3, "1024K", "8")
+    assert host.beyond_caches(tree(tmp_path, files)) == 8 * 2 * (32 << 20)
+    assert host.beyond_caches(tmp_path / "nothing") == 0
+
+
 def test_rate_counts_work_over_time() -> None:
     """Two threads that each do 3 units in a pause of 20 ms do at most 300 a second."""
 

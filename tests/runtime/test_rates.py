@@ -49,6 +49,13 @@ def test_products_of_one_token_read_all_that_memory_has_room_for(
         assert rates.gemv_rate(opened, 0.6) == pytest.approx(2 * matrices * BYTES / 1.0)
 
 
+@pytest.mark.usefixtures("clock")
+def test_more_than_caches_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "MATRIX", SMALL)
+    with closing(ReferenceBackend().open(device(free=8 * 40 * BYTES))) as opened:
+        assert rates.gemv_rate(opened, 0.6, 20 * BYTES + 1) == pytest.approx(2 * 21 * BYTES / 1.0)
+
+
 def test_products_of_one_token_on_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "MATRIX", SMALL)
     backend = CpuBackend()
