@@ -189,6 +189,8 @@ class Code:
                 self._await(piece, epoch, running)
                 started = time.perf_counter_ns()
                 self._enqueue(piece, env, epoch)
+                for tick in piece.signals:  # the host, which may sleep, only sets them again
+                    self._driver.signal(int(self._memory.ticks[tick:].ctypes.data), epoch)
                 piece.end.set()
                 running.append(piece)
                 self.stamps[piece.parts[0].indices[0]] = arrived, started, started

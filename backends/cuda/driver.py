@@ -99,6 +99,10 @@ class Driver(Protocol):
     def launch(self, launch: Launch) -> None:
         """Enqueues a kernel."""
 
+    def signal(self, word: int, value: int) -> None:
+        """A word of 64 bits in page-locked memory, by its address, gets a value when the kernels enqueued so
+        far are through."""
+
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Records what `work` enqueues, to be enqueued again as one launch."""
 
@@ -294,6 +298,10 @@ class GpuDriver:
             self._functions[name] = function
         return self._functions[name]
 
+    def signal(self, word: int, value: int, stream: int | None = None) -> None:
+        own = self._stream.cuda_stream if stream is None else stream
+        self._check(self._cuda.cuStreamWriteValue64(own, word, value, 0))
+
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         replay: Callable[[], None] = self._recorded(work).replay
         return replay
@@ -354,7 +362,7 @@ class _Copies:
         self._enqueued.append(number)
 
     def signal(self, word: int, value: int) -> None:
-        self._driver._check(self._cuda.cuStreamWriteValue64(self._stream.cuda_stream, word, value, 0))
+        self._driver.signal(word, value, self._stream.cuda_stream)
 
     def wait(self) -> dict[int, int]:
         self._driver._enter()

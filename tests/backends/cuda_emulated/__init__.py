@@ -173,6 +173,9 @@ class EmulatedDriver:
         if launch.kernel == "carry" and (carry := _carry(launch.fields)).tick_0:
             ctypes.c_int64.from_address(carry.stamps).value = came
 
+    def signal(self, word: int, value: int) -> None:
+        ctypes.c_int64.from_address(word).value = value
+
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         self.recorded += 1
         return work
@@ -250,6 +253,9 @@ class LateDriver(EmulatedDriver):
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         super().record(work)
         return lambda: self._queue.put(work) if self.late else work()
+
+    def signal(self, word: int, value: int) -> None:
+        self._queue.put(lambda: super(LateDriver, self).signal(word, value))
 
     def mark(self) -> LateMark:  # type: ignore[override]
         return LateMark(self._queue)
