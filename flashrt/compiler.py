@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flashrt
+from flashrt.errors import PlanError
 from flashrt.frontend.imported import Imported
 from flashrt.ir import logical, micro, physical
 from flashrt.ir.ops import (
@@ -31,6 +32,7 @@ from flashrt.weights.index import EXACT_LAYOUT
 if TYPE_CHECKING:
     from flashrt.passes import pipeline
 
+Able = Callable[[Iterable[bool]], bool]  # `any` or `all` of the devices
 Range = tuple[str, int, int]  # a variant, its lowest and its highest T
 
 # mode → variant → numerics, best first; variants that aren't named are as the small one
@@ -183,12 +185,32 @@ def _planned(
     options: CompileOptions,
     on_stage: Callable[[Stage], None] | None,
 ) -> tuple[list[Range], dict[str, pipeline.Planned]]:
-    """Every variant, by name, so that they can take turns: state and weights lie where all look for them."""
+    """Every variant, by name, so that they can take turns: state and weights lie where all look for them.
+
+    What only some devices can compute isn't asked for where there is no plan then.
+    """
+    names = [name for name, _, _ in _ranges(graph, options)]
+    chosen, common = ({n: _options(n, machine, options, how) for n in names} for how in (any, all))
+    try:
+        return _planned_with(graph, machine, options, chosen, on_stage)
+    except PlanError:
+        if common == chosen:
+            raise
+        return _planned_with(graph, machine, options, common, on_stage)
+
+
+def _planned_with(
+    graph: logical.Graph,
+    machine: Machine,
+    options: CompileOptions,
+    chosen: Mapping[str, pipeline.Options],
+    on_stage: Callable[[Stage], None] | None,
+) -> tuple[list[Range], dict[str, pipeline.Planned]]:
+    """The same with each variant's options. Raises PlanError."""
     from flashrt.passes import pipeline, variants
 
     ranges = _ranges(graph, options)
     doors = {name: _door(name, on_stage) for name, _, _ in ranges}
-    chosen = {name: _options(name, machine, options) for name in doors}
     ready = {
         name: pipeline.prepare(_narrowed(graph, lo, hi, options), chosen[name], check=doors[name])
         for name, lo, hi in reversed(ranges)
@@ -218,15 +240,15 @@ def _planned(
     return ranges, variants.plan_all(wanted(ranges), machine, manner)
 
 
-def _options(variant: str, machine: Machine, options: CompileOptions) -> pipeline.Options:
+def _options(variant: str, machine: Machine, options: CompileOptions, able: Able = any) -> pipeline.Options:
     from flashrt.passes import pipeline
     from flashrt.passes.pins import read_pin
 
-    numerics = numerics_of(options.numerics, variant, machine)
+    numerics = numerics_of(options.numerics, variant, machine, able)
     return pipeline.Options(
         numerics=numerics,
-        few=numerics_of(options.numerics, "small", machine),
-        attention=attention_of(options.numerics, numerics, machine),
+        few=numerics_of(options.numerics, "small", machine, able),
+        attention=attention_of(options.numerics, numerics, machine, able),
         disabled=frozenset(options.without),
         pins=tuple(map(read_pin, options.pins)),
         sums=options.numerics == "fast",
@@ -253,23 +275,26 @@ def _door(variant: str, on_stage: Callable[[Stage], None] | None) -> Callable[[s
     return door
 
 
-def numerics_of(mode: str, variant: str, machine: Machine) -> str:
-    """Numerics of one variant's linears: the first of the mode's that a device has kernels for."""
+def numerics_of(mode: str, variant: str, machine: Machine, able: Able = any) -> str:
+    """Numerics of one variant's linears: the first of the mode's that a device has kernels for.
+
+    able: `all` where every device must have them.
+    """
     if mode not in MODES:
         return mode
     wanted = MODES[mode].get(variant, MODES[mode]["small"])
     kernel = "linear.q4.16x32"
-    return next((n for n in wanted if any(d.supports(kernel, n) for d in machine.devices)), LINEAR_EXACT)
+    return next((n for n in wanted if able(d.supports(kernel, n) for d in machine.devices)), LINEAR_EXACT)
 
 
-def attention_of(mode: str, numerics: str, machine: Machine) -> str:
+def attention_of(mode: str, numerics: str, machine: Machine, able: Able = any) -> str:
     """Numerics of a variant's attention: in the fast mode the cache is bf16 for all variants, and attention
     beside products in bf16 is so, too, where a device has kernels for that."""
     if mode != "fast":
         return ATTENTION_EXACT
     wanted = (ATTENTION_BF16, ATTENTION_CACHED) if numerics == LINEAR_BF16 else (ATTENTION_CACHED,)
-    able = (n for n in wanted if any(d.supports("attention", n) for d in machine.devices))
-    return next(able, ATTENTION_EXACT)
+    known = (n for n in wanted if able(d.supports("attention", n) for d in machine.devices))
+    return next(known, ATTENTION_EXACT)
 
 
 @cache

@@ -118,9 +118,8 @@ class _Dealer:
         nodes = {n.name: n for n in self._task.graph.nodes}
 
         def free(name: str) -> bool:
-            return name not in self._task.fixed and not any(
-                self._task.obstacle(nodes[name], d) for d in self._devices
-            )
+            undivided = name in self._task.fixed or name in self._task.earlier.undivided
+            return not undivided and not any(self._task.obstacle(nodes[name], d) for d in self._devices)
 
         groups = dict.fromkeys(self._task.parts.groups.values())
         return {name: g for g in groups if all(map(free, g.nodes)) for name in g.nodes}

@@ -28,7 +28,10 @@ class Earlier:
 
     reserve: device → bytes that results, code, and blocks that pass through it, take in a plan that is still
     to come. home: the device that all states shall be on; "" for wherever it is best. whole: weights may pass
-    through a device in a plan that is still to come, so that none is cut for good.
+    through a device in a plan that is still to come, so that none is cut for good. rings: device → bytes that
+    these plans leave for blocks which pass in others: nothing else may take them. unable: (node, device) that
+    a plan still to come can't have, of nodes whose state is where all plans look for it; undivided: nodes of
+    which some device can't make parts there.
     """
 
     graphs: tuple[physical.Graph, ...] = ()
@@ -36,6 +39,8 @@ class Earlier:
     home: str = ""
     whole: bool = False
     rings: Mapping[str, int] = field(default_factory=dict)
+    unable: frozenset[tuple[str, str]] = frozenset()
+    undivided: frozenset[str] = frozenset()
 
     def states(self) -> dict[str, str]:
         """State → its device."""
@@ -208,6 +213,8 @@ class Task:
 
     def obstacle(self, node: logical.Node, id: str, kernel: str = "") -> str:
         """Why a device can't run a node, or "". kernel: another name for it than the graph's."""
+        if (node.name, id) in self.earlier.unable:
+            return f"large steps compute {node.op} in a way that {id} can't, and its state is there"
         kernel = kernel or self.kernels[node.name]
         key = (kernel, node.op, node.numerics, node.affinity, id)
         if key not in self.known:

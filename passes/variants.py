@@ -11,7 +11,7 @@ One manner has the host compute with experts in all layers, so that more is left
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from flashrt.errors import PlanError
@@ -22,6 +22,7 @@ from flashrt.passes.budget import HOSTS, room_of, state_bytes
 from flashrt.passes.cost import block_bytes, kernel_of
 from flashrt.passes.experts import able, cache_bytes, cached, layers_of, router_bytes
 from flashrt.passes.lending import PASSED, ring_bytes
+from flashrt.passes.parts import Parts
 from flashrt.passes.pins import pinned
 from flashrt.passes.pipeline import GAIN, Check, Options, Planned, plan, reserve, step_time
 from flashrt.passes.spread import Seat, Whole
@@ -66,7 +67,9 @@ def plan_all(variants: Sequence[Variant], machine: Machine, manner: Manner) -> d
     """
     results = reserve([v.graph for v in variants], machine)
     beside = {d: n + manner.rings.get(d, 0) for d, n in results.items()}
-    earlier = Earlier((), beside if len(variants) > 1 else results, manner.home, bool(manner.rings))
+    first = beside if len(variants) > 1 else results
+    lacking = {key for later in variants[1:] for key in _lacking(later, machine, manner)}
+    earlier = Earlier((), first, manner.home, bool(manner.rings), {}, *_held_together(variants, lacking))
     planned: dict[str, Planned] = {}
     for v in variants:
         own = replace(v.options, earlier=earlier, devices=manner.devices or v.options.devices)
@@ -74,16 +77,45 @@ def plan_all(variants: Sequence[Variant], machine: Machine, manner: Manner) -> d
             made = _with_cache(v, machine, own, manner)
         else:
             made = plan(v.graph, machine, own, check=v.check)
-        # where weights stream, the same ones stay in every variant: each needs the same room for them
         streams = Earlier((made.physical,)).streaming()
+        if streams and not planned and any((n.of, n.device) in lacking for n in made.physical.nodes):
+            own = replace(own, earlier=replace(earlier, unable=frozenset(lacking)))
+            made = plan(v.graph, machine, own, check=v.check)
+            streams = Earlier((made.physical,)).streaming()
         if streams and not planned and manner.rings:
             raise PlanError(f"{v.name}: the host's memory keeps nothing that a ring could bring")
+        # where weights stream, the same ones stay in every variant: each needs the same room for them
         same = earlier.reserve if streams else results
         earlier = Earlier((*earlier.graphs, made.physical), same, rings={} if streams else manner.rings)
         if not planned and manner.rings and not streams:
             made = _passing(v, made, machine, replace(own, earlier=earlier, repeats=True))
         planned[v.name] = made
     return planned
+
+
+def _lacking(v: Variant, machine: Machine, manner: Manner) -> Iterator[tuple[str, str]]:
+    """(node, device) for what a device can't compute of a variant, while another can."""
+    chosen = manner.devices or v.options.devices
+    devices = [d for d in machine.devices if chosen is None or d.id in chosen]
+    weights = {w.name: w for w in v.graph.weights}
+    for node in v.graph.nodes:
+        kernel = kernel_of(node, weights)
+        lack = [d.id for d in devices if not d.supports(kernel, node.numerics)]
+        if len(lack) < len(devices):
+            yield from ((node.name, d) for d in lack)
+
+
+def _held_together(
+    variants: Sequence[Variant], lacking: Collection[tuple[str, str]]
+) -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
+    """Of what devices lack, nodes whose state is where every variant looks for it; and nodes that divide with
+    others of which a device lacks one."""
+    nodes = variants[0].graph.nodes
+    stateful = {n.name for n in nodes if n.reads or n.writes}
+    short = {name for name, _ in lacking}
+    groups = set(Parts(variants[0].graph).groups.values())
+    undivided = (name for group in groups if not short.isdisjoint(group.nodes) for name in group.nodes)
+    return frozenset(key for key in lacking if key[0] in stateful), frozenset(undivided)
 
 
 def _passing(v: Variant, before: Planned, machine: Machine, options: Options) -> Planned:

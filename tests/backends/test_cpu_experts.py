@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from flashrt.backends.cpu import CpuBackend
+from flashrt.ir.ops import LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
 from flashrt.layouts import LAYOUTS
 from tests.backends.cpu_streams import F32, agree, cpu, packed, run
 from tests.backends.test_cpu_kernels import AT, EXACT, LINEAR, f32
@@ -50,6 +52,13 @@ block b cpu:0 lo=0 hi={experts * n} bytes=0
 """
 
 
+def needs(layout: str, how: str) -> None:
+    """Skips what this processor has no instructions for."""
+    numerics = {"i8": LINEAR_I8, "bf16": LINEAR_BF16}.get(how, LINEAR_EXACT)
+    if (f"expert_linear.{layout}", numerics) not in CpuBackend().kernels():
+        pytest.skip(f"this processor has no kernel for {numerics}")
+
+
 def cases() -> list[tuple[str, str]]:
     return [(layout, "f32") for layout in LAYOUTS] + [(x, how) for x in PACKED for how in ("i8", "bf16")]
 
@@ -62,6 +71,7 @@ def cases() -> list[tuple[str, str]]:
 def test_a_product(
     layout: str, how: str, experts: int, n: int, k: int, top_k: int, t: int, shared: bool, bias: bool
 ) -> None:
+    needs(layout, how)
     text = product(layout, experts, n, k, top_k, how, shared=shared, bias=bias)
     values = {0: r(t if shared else t * top_k, k), 2: routes(t, experts, top_k)}
     blocks = {"w": packed(layout, experts * n, k), "b": f32(r(experts * n))}
@@ -72,6 +82,7 @@ def test_a_product(
     "layout,how", [("q4m.16x32", "i8"), ("q8.16x32", "bf16"), ("q4.16x32", "f32"), ("f32", "f32")]
 )
 def test_a_token_has_the_same_bits_alone_and_among_others(layout: str, how: str) -> None:
+    needs(layout, how)
     text, w = product(layout, 6, 32, 64, 2, how, shared=True, bias=False), packed(layout, 6 * 32, 64)
     x, table = r(80, 64), routes(80, 6, 2, only=4)
     together = run(cpu(), text, {0: x, 2: table}, {"w": w}, T=80).read(1)

@@ -22,6 +22,7 @@ from flashrt.cli.options import open_model
 from flashrt.compiler import CompileOptions, compile_model
 from flashrt.errors import DeviceError
 from flashrt.frontend.imported import Imported
+from flashrt.ir.micro import Dispatch
 from flashrt.ir.ops import LINEAR_BF16, PAGE
 from flashrt.ir.physical import Budget
 from flashrt.llm.generate import Generator
@@ -98,6 +99,20 @@ def ran(plan: Plan, driver: EmulatedDriver) -> dict[str, int]:
         }
         assert sum(held.values()) == driver.used
     return held
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
+def test_a_processor_without_all_kinds_of_arithmetic(share: float) -> None:
+    """It gets no part of an attention that large steps compute in a way that it can't: such as bf16."""
+    alone = budgets(compiled(spec("gpu"), numerics="fast"))
+    least = alone[-1].state + max(b.activations + b.workspace for b in alone)
+    gpu = spec("gpu", least + int(share * alone[-1].weights) + (1 << 15))
+    few = tuple((kernel, numerics) for kernel, numerics in spec("cpu").kernels if "bf16" not in numerics)
+    plan = compiled(gpu, replace(spec("cpu"), kernels=few), numerics="fast")
+    for variant in plan.variants:
+        for i in (i for i in variant.stream.instrs if isinstance(i, Dispatch)):
+            able = plan.machine.device(i.device).supports(i.kernel, i.numerics)
+            assert able or i.kernel.startswith("host.") or i.kernel in ("kv_write", "view", "slice"), i
 
 
 @pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
