@@ -57,6 +57,7 @@ from flashrt.passes.task import Earlier, Settled
 from flashrt.passes.transfer import transfer
 
 GAIN = 0.01  # of a step's time, that several devices have to save
+AHEAD = 4  # times as many blocks may wait in a ring where few of a step pass: it is its bytes that count then
 WARM = 3  # steps until a ring is as it will always be
 Check = Callable[[str, object], None]  # called with a pass's name and what it made
 
@@ -105,7 +106,10 @@ Faster = Callable[[micro.Stream, Options, Mapping[str, int]], micro.Stream]
 PASSES = ("recognise", "fuse", "precision", "tag", "cost", "shard", "place", "transfer", "lower")
 PERFORMANCE: Mapping[str, Faster] = {
     "prefetch": lambda stream, options, room: prefetch(
-        stream, window=options.window * (4 if options.repeats else 1), limits=room, across=options.repeats
+        stream,
+        window=options.window * (AHEAD if options.repeats else 1),
+        limits=_ringed(stream, room, options),
+        across=options.repeats,
     ),
     "overlap": lambda stream, options, room: overlap(stream),
     "elide": lambda stream, options, room: elide(stream, resident_bytes=_staying(room, options)),
@@ -158,6 +162,15 @@ def _room(budgets: Sequence[physical.Budget], options: Options) -> dict[str, int
 def _staying(room: Mapping[str, int], options: Options) -> dict[str, int]:
     """The same without what others need for their rings."""
     return {d: n - options.earlier.rings.get(d, 0) for d, n in room.items()}
+
+
+def _ringed(stream: micro.Stream, room: Mapping[str, int], options: Options) -> dict[str, int]:
+    """The same with no larger rings than others have, where they take turns with those."""
+    kept = Counter[str]()
+    for block in stream.blocks:
+        kept[block.device] += aligned(block.bytes) if block.home == "resident" else 0
+    rings = options.earlier.rings
+    return {d: min(n, kept[d] + rings[d]) if d in rings else n for d, n in room.items()}
 
 
 def _stated(budgets: Sequence[physical.Budget], options: Options) -> tuple[physical.Budget, ...]:

@@ -85,11 +85,10 @@ def plan_all(variants: Sequence[Variant], machine: Machine, manner: Manner) -> d
         if streams and not planned and manner.rings:
             raise PlanError(f"{v.name}: the host's memory keeps nothing that a ring could bring")
         # where weights stream, the same ones stay in every variant: each needs the same room for them
-        same = earlier.reserve if streams else results
-        earlier = Earlier((*earlier.graphs, made.physical), same, rings={} if streams else manner.rings)
-        if not planned and manner.rings and not streams:
-            made = _passing(v, made, machine, replace(own, earlier=earlier, repeats=True))
+        earlier = Earlier((*earlier.graphs, made.physical), earlier.reserve if streams else results)
         planned[v.name] = made
+    if manner.rings:
+        planned |= _passing(variants, planned, machine, results, manner)
     return planned
 
 
@@ -118,22 +117,33 @@ def _held_together(
     return frozenset(key for key in lacking if key[0] in stateful), frozenset(undivided)
 
 
-def _passing(v: Variant, before: Planned, machine: Machine, options: Options) -> Planned:
-    """The first variant again, with weights that the host keeps on their way through a GPU while both
-    compute; as it was where that isn't quicker."""
-    if before.logical is not v.graph:
-        return before  # the host's experts pass one by one
+def _passing(
+    variants: Sequence[Variant],
+    planned: Mapping[str, Planned],
+    machine: Machine,
+    results: Mapping[str, int],
+    manner: Manner,
+) -> dict[str, Planned]:
+    """The first variant again, with weights that the host keeps on their way through the others' rings while
+    all compute; nothing where that isn't quicker."""
+    v, before = variants[0], planned[variants[0].name]
+    rings = dict(planned[variants[-1].name].stream.rings)
+    if before.logical is not v.graph or not rings:
+        return {}  # the host's experts pass one by one
+    earlier = Earlier((before.physical,), results, rings=rings)
+    devices = manner.devices or v.options.devices
+    options = replace(v.options, earlier=earlier, devices=devices, repeats=True)
     said: list[tuple[str, object]] = []
     shared = _memory_shared(machine)
     try:
         made = plan(v.graph, shared, options, check=lambda name, value: said.append((name, value)))
     except PlanError:
-        return before
+        return {}
     if step_time(made.stream, shared) * (1 + GAIN) > step_time(before.stream, machine):
-        return before
+        return {}
     for name, value in said:
         v.check(name, value)
-    return made
+    return {v.name: made}
 
 
 def _memory_shared(machine: Machine) -> Machine:
