@@ -7,9 +7,9 @@ Random weights in 4 bits, made where they are used. The GPU may use --budgets Gi
 the weights that this leaves in the host's memory, or they pass through the GPU, as the planner decides by
 rates that are measured first. One sequence; prompts are read in steps of --tokens.
 
-  limit  what the bytes of a step take at these rates: decode reads those in the host's memory, and then the
-         GPU's; a step of a prompt ends no sooner than its copies, its reads on the host and its arithmetic on
-         the GPU
+  limit  what the bytes of a step take at these rates: decode reads the processor's and then the GPU's, and no
+         faster than link and host's memory give what passes; a step of a prompt ends no sooner than its
+         copies, its reads on the host and its arithmetic on the GPU
   share  of the limit's speed that was reached
   plan   what the plan predicted, as a share of what was reached
   idle   share of a prompt's time in which the GPU has nothing to do: it waits for weights, or the processor
@@ -239,8 +239,8 @@ def limit(stream: micro.Stream, machine: Machine, env: Env, *, decode: bool) -> 
             rate = gpu.rate(instr.numerics)
             computed += 0.0 if near or not rate else float(evaluate(instr.flops, full)) / rate
     on_host, on_gpu = read[HOST] / host.read.value, read[GPU] / gpu.read.value
-    if decode:  # what passes is read from the host's memory, too
-        return on_host + passing / host.read.value + on_gpu
+    if decode:  # one device computes at a time; what passes is read from the host's memory, too
+        return max(on_host + on_gpu, on_host + passing / host.read.value, copied)
     return max(copied, on_host, computed, on_gpu)
 
 

@@ -101,7 +101,8 @@ class Memory(Protocol):
         """Index of a device's block in `table`."""
 
     def block(self, block: str, device: str) -> Place | None:
-        """Where the block lies now; None while it isn't loaded. For devices without addresses."""
+        """Where the block lies now; None while it isn't loaded. For devices without addresses, and not for
+        blocks that a lane of `Mover` brings."""
 
     def ring(self, block: str, device: str) -> Place:
         """Where a block that comes and goes lies whenever it is loaded."""
@@ -190,8 +191,16 @@ class Remote(Protocol):
     def gather(self, pieces: Sequence[Place], dst: Place) -> None:
         """Copies pieces, of its own memory or of the host's, side by side into its own."""
 
-    def moves(self, moves: Sequence[Move], memory: Memory) -> Any:
-        """A lane of copies as what `run` takes: one is under way before the one in front of it is through."""
+
+@runtime_checkable
+class Mover(Protocol):
+    """What a remote device has besides when several of its copies can be under way."""
+
+    def moves(self, moves: Sequence[Move], memory: Memory) -> Any | None:
+        """A lane of copies as what `run` takes; None where the device can't tell by itself when one is over.
+
+        Blocks that come so aren't entered in the block table: they are where `Memory.ring` says.
+        """
 
 
 @runtime_checkable

@@ -235,9 +235,13 @@ def _planned_with(
 
     # small steps are by far the most, so they decide where the state lies
     manner, small = variants.choose(wanted(ranges), machine)
-    if small is not None:
-        ranges = _ranges(graph, options, small)
-    return ranges, variants.plan_all(wanted(ranges), machine, manner)
+    moved = ranges if small is None else _ranges(graph, options, small)
+    try:
+        return moved, variants.plan_all(wanted(moved), machine, manner)
+    except PlanError:
+        if moved == ranges:
+            raise
+        return ranges, variants.plan_all(wanted(ranges), machine, manner)  # which has been possible
 
 
 def _options(variant: str, machine: Machine, options: CompileOptions, able: Able = any) -> pipeline.Options:

@@ -95,11 +95,11 @@ class _Dealer:
         self._classes = self._classify()
 
     def ways(self) -> list[Dealt]:
-        """All ways, those first that should be faster."""
+        """All ways that are worth a look."""
         plans = [self._in_order_of_speed()]
         if not self._task.earlier.whole:
             plans = [self._best(beside=True), self._best(beside=False), *plans]
-        if self._lending.rings:
+        if self._task.earlier.rings:
             plans += [self._best(beside=True, waits=waits) for waits in WAITS]
         if not self._held and any(d.kind in PASSED for d in self._task.usable):
             plans.append(self._best(beside=True, streams=False))

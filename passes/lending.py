@@ -1,7 +1,8 @@
-"""Weights that pass through a device's memory in each large step, because the host's memory keeps them.
+"""Weights that pass through a device's memory in each step, because the host's memory keeps them.
 
-Where weights don't fit a GPU, small steps compute with the others on the processor, which keeps them. For a
-large step that takes too long; it brings them over the link instead, block by block, while the GPU computes.
+Where weights don't fit a GPU, small steps compute with the others on the processor, which keeps them, but for
+some that pass meanwhile. For a large step that takes too long; it brings all of them over the link, block by
+block, while the GPU computes.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ SMALL = 1 << 18  # bytes of weights that are kept on both sides: norms, biases, 
 
 @dataclass(frozen=True, slots=True)
 class Lending:
-    """What the host's memory lends. lent: rows of weights that it keeps, and for which device; held: rows
-    that each device keeps.
+    """What the host's memory lends. lent: rows of weights that it keeps, and the device that has
+    them; held: rows that each device keeps.
 
     rings: device → bytes that blocks may take which pass through it; devices left out have no ring.
     """

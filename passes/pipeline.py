@@ -68,11 +68,11 @@ class Options:
 
     numerics, few, attention, exclude, plain: how products and attention are computed, and which products stay
     exact (see `precision`).
-    devices: ids to choose from (None: all). disabled: performance passes to leave out.
-    window: blocks that loading may run ahead. weight_bytes: what the weights of a device may take, ring
-    included (devices left out: what its budget leaves); variants that are to share their weights need
-    the same. pins: what the user placed. settled: where else there is no choice. earlier: the variants that
-    were planned before this one.
+    devices: ids to choose from (None: all). disabled: performance passes to leave out. window: blocks that
+    loading may run ahead; with `repeats`, AHEAD times as many. weight_bytes: what the weights of a device
+    may take, ring included (devices left out: what its budget leaves); variants that are to share their
+    weights need the same. pins: what the user placed. settled: where else there is no choice. earlier: the
+    variants that were planned before this one.
     sums: whether products may be sums of parts made by several devices, which rounds differently. repeats:
     whether steps of this variant follow each other.
     """
@@ -184,12 +184,12 @@ def _lowered(
 ) -> micro.Stream:
     stream = lower(placed, machine)
     check("lower", stream)
-    beside = options.earlier.beside(stream.blocks)
-    room = {d: n - beside[d] for d, n in _room(placed.budgets, options).items()}
     lending = options.earlier.lending(machine)
     if "elide" not in options.disabled:
         stream = keep(stream, lambda b: lending.stays(b.name, (b.lo, b.hi), b.device, b.bytes))
         stream = replace(stream, blocks=(*stream.blocks, *lending.lenders(stream)))
+    beside = options.earlier.beside(stream.blocks)
+    room = {d: n - beside[d] for d, n in _room(placed.budgets, options).items()}
     for name, faster in PERFORMANCE.items():
         if name not in options.disabled:
             stream = faster(stream, options, room)

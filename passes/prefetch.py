@@ -39,7 +39,7 @@ def prefetch(
         kept[block.device] += aligned(block.bytes) if block.home == "resident" else 0
     limits = {device: limit - kept[device] for device, limit in (limits or {}).items()}
     hoisted = _hoisted(stream, window, limits)
-    while window and any(_ring(hoisted, device) > limit for device, limit in limits.items()):
+    while window and any((n := _ring(hoisted, d)) and n > limit for d, limit in limits.items()):
         window //= 2
         hoisted = _hoisted(stream, window, limits)
     return _across(hoisted) if across else hoisted
@@ -68,7 +68,11 @@ def _hoisted(stream: micro.Stream, window: int, limits: Mapping[str, int]) -> mi
     for instr in stream.instrs:
         if isinstance(instr, micro.Prefetch):
             queues[instr.device].append(instr)
-    lanes = {d: _Lane(queue, window, limits.get(d)) for d, queue in queues.items()}
+    lent = {b.name for b in stream.blocks if b.home == "resident"}
+    lanes = {
+        d: _Lane(queue, window, limits.get(d), all(i.block in lent for i in queue))
+        for d, queue in queues.items()
+    }
     instrs: list[micro.Instr] = []
     for instr in stream.instrs:
         match instr:
@@ -84,10 +88,14 @@ def _hoisted(stream: micro.Stream, window: int, limits: Mapping[str, int]) -> mi
 
 
 class _Lane:
-    """The prefetches of one device: which are issued, and what is loaded."""
+    """The prefetches of one device: which are issued, and what is loaded.
 
-    def __init__(self, queue: deque[micro.Prefetch], window: int, limit: int | None) -> None:
-        self._left, self._window, self._limit = queue, window, limit
+    lent: whether all come from blocks of the same stream that stay elsewhere. Then they are loaded as soon as
+    another is evicted; else the ring would grow by that, and less could stay.
+    """
+
+    def __init__(self, queue: deque[micro.Prefetch], window: int, limit: int | None, lent: bool) -> None:
+        self._left, self._window, self._limit, self._lent = queue, window, limit, lent
         self._ahead: deque[micro.Prefetch] = deque()  # issued, and their old place isn't reached
         self._loaded: set[str] = set()
         self._ring = FirstFit()  # as `pack` will lay it out
@@ -105,7 +113,7 @@ class _Lane:
         """The block is evicted: what to issue now."""
         self._loaded.discard(block)
         self._ring.give_back(block)
-        return self._early()
+        return self._early() if self._lent else ()
 
     def _early(self) -> Iterable[micro.Prefetch]:
         issued = []

@@ -1,8 +1,9 @@
 """All variants of a plan: where a GPU is too small for the model, what small and large steps do about it.
 
-Small steps are memory-bound: what doesn't fit the GPU is computed where it lies, by the processor. Large ones
-are bound by arithmetic: the same weights pass through the GPU. For that, the first variant leaves it room for
-a ring, and state lies on the GPU, if it can. Whether all this pays is judged by a prompt and its answer.
+Small steps are memory-bound: what doesn't fit the GPU is computed where it lies, by the processor. Large
+ones are bound by arithmetic: the same weights pass through the GPU. For that, the first variant leaves it
+room for a ring, and state lies on the GPU, if it can. In small steps some weights pass through that ring,
+too, while the processor computes with others. Whether all this pays is judged by a prompt and its answer.
 
 Of the experts that are then the host's, the GPU keeps some of each layer in what room is left: see `experts`.
 One manner has the host compute with experts in all layers, so that more is left.
@@ -15,10 +16,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from flashrt.errors import PlanError
-from flashrt.ir import logical
+from flashrt.ir import logical, micro
+from flashrt.ir.clock import typical
+from flashrt.ir.order import loaded_at_start
+from flashrt.ir.types import evaluate
 from flashrt.layouts import aligned
-from flashrt.machine import Device, Link, Machine
-from flashrt.passes.budget import HOSTS, room_of, state_bytes
+from flashrt.machine import Device, Link, Machine, Measured
+from flashrt.passes.budget import HOSTS, pool_of, room_of, state_bytes, weight_road
 from flashrt.passes.cost import block_bytes, kernel_of
 from flashrt.passes.experts import able, cache_bytes, cached, layers_of, router_bytes
 from flashrt.passes.lending import PASSED, ring_bytes
@@ -83,7 +87,10 @@ def plan_all(variants: Sequence[Variant], machine: Machine, manner: Manner) -> d
             made = plan(v.graph, machine, own, check=v.check)
             streams = Earlier((made.physical,)).streaming()
         if streams and not planned and manner.rings:
-            raise PlanError(f"{v.name}: the host's memory keeps nothing that a ring could bring")
+            raise PlanError(
+                f"{v.name}: the host's memory keeps nothing that a ring could bring",
+                hint="plan without a ring, or give the host a larger budget",
+            )
         # where weights stream, the same ones stay in every variant: each needs the same room for them
         earlier = Earlier((*earlier.graphs, made.physical), earlier.reserve if streams else results)
         planned[v.name] = made
@@ -151,19 +158,29 @@ def _memory_shared(machine: Machine) -> Machine:
     shared."""
     hosts = {d.id for d in machine.devices if d.kind in HOSTS}
     gpus = {d.id for d in machine.devices if d.kind in PASSED}
-    taken, links, devices = Counter[str](), list[Link](), list[Device]()
-    for link in machine.links:
-        if link.src in hosts and link.dst in gpus:
-            link = replace(link, rate=replace(link.rate, value=link.rate.value * BESIDE))
-            taken[link.src] += round(link.rate.value)
-        links.append(link)
-    for device in machine.devices:
+    taken, read, slow = Counter[str](), Counter[str](), dict[tuple[str, str], Link]()
+    for gpu in gpus:
+        link = machine.link(*weight_road(machine.device(gpu), machine))
+        if link.src in hosts:
+            slow[link.src, gpu] = link = replace(link, rate=_times(link.rate, BESIDE))
+            taken[pool_of(machine.device(link.src))] += round(link.rate.value)
+    for host in map(machine.device, hosts):
+        read[pool_of(host)] += round(host.read.value)
+
+    def shared(device: Device) -> Device:
+        if device.id not in hosts or not taken[pool := pool_of(device)]:
+            return device
         alone = device.gemv or device.read
-        left = min(alone.value, max(0.0, device.read.value - taken[device.id]))
+        left = device.read.value * max(0.0, 1 - taken[pool] / read[pool])
         # the link rests in some of the time, and a memory may give more than the processor can read
-        gemv = replace(alone, value=(alone.value + left) / 2)
-        devices.append(replace(device, gemv=gemv) if taken[device.id] else device)
-    return replace(machine, devices=tuple(devices), links=tuple(links))
+        return replace(device, gemv=replace(alone, value=(alone.value + min(alone.value, left)) / 2))
+
+    others = (link for link in machine.links if (link.src, link.dst) not in slow)
+    return replace(machine, devices=tuple(map(shared, machine.devices)), links=(*others, *slow.values()))
+
+
+def _times(rate: Measured, by: float) -> Measured:
+    return replace(rate, value=rate.value * by)
 
 
 def _with_cache(v: Variant, machine: Machine, options: Options, manner: Manner) -> Planned:
@@ -274,9 +291,12 @@ def _tried(
 
 
 def _request(small: Planned, large: Planned, machine: Machine) -> float:
-    """Microseconds of a prompt and its answer."""
+    """Microseconds of a prompt and its answer, and of loading what the answer's first step finds loaded."""
     steps = max(1.0, PROMPT / _tokens(large)[1])
-    return steps * step_time(large.stream, machine) + ANSWER * step_time(small.stream, machine)
+    there, usual = loaded_at_start(small.stream), typical(small.stream, {})
+    moves = (i for i in small.stream.instrs if isinstance(i, micro.Prefetch) and (i.block, i.device) in there)
+    first = sum(float(evaluate(i.est, usual)) for i in moves)
+    return steps * step_time(large.stream, machine) + first + ANSWER * step_time(small.stream, machine)
 
 
 def _tokens(planned: Planned) -> tuple[int, int]:

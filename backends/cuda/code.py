@@ -39,15 +39,14 @@ from flashrt.backends.cuda.fuse import Fuser, Joint, rows_of
 from flashrt.backends.cuda.kernels import KIND
 from flashrt.backends.cuda.linear import few, joined, takes
 from flashrt.backends.cuda.operands import Operands, Scratch, Sizes, Twin, address_of
-from flashrt.backends.cuda.prefill import MANY
+from flashrt.backends.cuda.prefill import MANY, known
 from flashrt.backends.cuda.sample import greedy_only
 from flashrt.backends.cuda.ticks import AT_ONCE, Ticks, carries
 from flashrt.backends.cuda.tiles import in_tiles
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
-from flashrt.ir.ops import ATTENTION_BF16
 from flashrt.ir.order import root_of
-from flashrt.ir.types import DTYPES, Dim, Env, size, symbols_of
+from flashrt.ir.types import DTYPES, Dim, Env, product, size, symbols_of
 
 MOST_SIZES = 512
 PULLED = 1 << 10  # bytes that a block of `pull` brings at a time
@@ -92,8 +91,9 @@ class Piece:
 
     parts: the stretches between ticks that kernels look at. waits: of the first instruction, for ticks from
     outside that the host looks at; signals: ticks, those that somebody outside waits for at the end, which
-    the host sets. symbols: and splits that its sizes depend on. inputs: slots. samples: whether it draws
-    tokens. end: stands behind the last run. buckets: by key, the one that ran last at the end.
+    the device sets behind it, or the host. symbols: and splits that its sizes depend on. inputs: slots.
+    samples: whether it draws tokens. end: stands behind the last run. buckets: by key, the one that ran last
+    at the end.
     """
 
     parts: tuple[Part, ...]
@@ -189,7 +189,8 @@ class Code:
                 self._await(piece, epoch, running)
                 started = time.perf_counter_ns()
                 self._enqueue(piece, env, epoch)
-                for tick in piece.signals:  # the host, which may sleep, only sets them again
+                for tick in piece.signals if self._driver.signals else ():
+                    # the host, which may sleep, only sets them again
                     self._driver.signal(int(self._memory.ticks[tick:].ctypes.data), epoch)
                 piece.end.set()
                 running.append(piece)
@@ -414,8 +415,15 @@ class Code:
     def _mixes(self, instrs: Sequence[Compute]) -> bool:
         """Whether blocks come and go beside a library's attention, which the host asks for in each step."""
         rings = any(self._blocks[ref.block].home == "ring" for i in instrs for ref in _rows_of(i))
-        library = any(isinstance(i, micro.Dispatch) and i.numerics == ATTENTION_BF16 for i in instrs)
-        return rings and library and self._most.get("T", 0) > MANY
+        return rings and any(isinstance(i, micro.Dispatch) and self._by_library(i) for i in instrs)
+
+    def _by_library(self, instr: micro.Dispatch) -> bool:
+        """Whether a library may attend in the largest step."""
+        if instr.kernel != "attention" or not known(instr):
+            return False
+        (x, *_) = _slots_of(instr)
+        *outer, _ = self._slots[x.slot].type.shape
+        return size(product(outer), self._most) > MANY
 
     def _piece(
         self, parts: tuple[Part, ...], waits: tuple[micro.Wait, ...], signals: tuple[int, ...]

@@ -77,8 +77,10 @@ class CudaDevice:
         """Pieces side by side into device memory."""
         self.driver.copy(*side_by_side(pieces, dst))
 
-    def moves(self, moves: Sequence[Move], memory: Memory) -> Moves:
+    def moves(self, moves: Sequence[Move], memory: Memory) -> Moves | None:
         """A lane of copies as what `run` takes."""
+        if not self.driver.signals:
+            return None
         return Moves(moves, memory, self.spec.id, self.driver)
 
     def lock(self, memory: U8) -> None:

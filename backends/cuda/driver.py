@@ -45,7 +45,7 @@ class Copies(Protocol):
     """An order of copies of its own, of which several may be under way."""
 
     def begin(self) -> None:
-        """Of a step's: nothing is under way."""
+        """Before the first copy of a step, while none is under way."""
 
     def copy(self, pairs: Sequence[tuple[Rect, Rect]], number: int) -> None:
         """Enqueues copies from the first to the second of each pair. number: of them together, for `wait`."""
@@ -63,6 +63,7 @@ class Driver(Protocol):
 
     limits: Limits
     polls: bool  # whether its kernels may wait for the host: no watchdog ends them
+    signals: bool  # whether it has `signal` and `copier`
 
     def alloc(self, nbytes: int) -> Any:
         """Zeroed device memory as a tensor of bytes. Raises MemoryError, with the bytes that are free."""
@@ -143,6 +144,11 @@ class GpuDriver:
         self._pool = torch.cuda.graph_pool_handle()  # graphs take turns: they share what they need
         # torch gives up a pool that no graph has any more
         self._first = self._recorded(lambda: torch.zeros(1, device=self._device))
+        word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        # old drivers, and some systems, refuse that
+        refused, *_ = driver.cuStreamWriteValue64(self._stream.cuda_stream, word.data_ptr(), 1, 0)
+        self.wait()
+        self.signals = refused == driver.CUresult.CUDA_SUCCESS and int(word[0]) == 1
         self._own = threading.local()  # copies: a stream and an event of each thread
         self._locked: list[U8] = []
 
@@ -340,7 +346,7 @@ class _Copies:
     """A stream of copies, and an event behind each."""
 
     def __init__(self, driver: GpuDriver, most: int) -> None:
-        self._driver, self._cuda = driver, driver._cuda
+        self._driver = driver
         self._stream = driver._torch.cuda.Stream(driver._device, priority=-1)
         self._first, *self._behind = (
             _Event(driver, self._stream.cuda_stream, timed=True) for _ in range(most + 1)

@@ -20,8 +20,6 @@ from flashrt.errors import DeviceError
 class Moves:
     """What `CudaDevice.moves` makes. stamps: [moves, 3] ns: arrived, started, ended."""
 
-    held = 0  # bytes of device memory of its own
-
     def __init__(self, moves: Sequence[Move], memory: Memory, device: str, driver: Driver) -> None:
         self._moves, self._memory, self._device = tuple(moves), memory, device
         self._copies = driver.copier(len(moves))

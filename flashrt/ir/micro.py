@@ -85,9 +85,9 @@ class Block:
 class Prefetch:
     """Bring a weight block into the device's ring memory.
 
-    Reads `block` from host memory or disk; afterwards the block table holds its
-    address. Every use of a block whose home is "ring" stands between its prefetch
-    and its evict.
+    Reads `block` from host memory or disk; afterwards it is there, and the block table
+    of a device that the host sees holds its address. Every use of a block whose home is
+    "ring" stands between its prefetch and its evict.
 
     block: name of the block (declared for this device).
     plane: name of the precision plane to load; "" loads the whole block.

@@ -2,7 +2,8 @@
 
 A lane is cut into units: consecutive compute instructions of one region become
 code that the device loaded; host rows run on the reference device; prefetch,
-evict and transfer run here. The caller's thread runs one of the compute lanes.
+evict and transfer run here, but for lanes of loads that a device runs by itself.
+The caller's thread runs one of the compute lanes.
 
 Where all of a stream is one piece of code that can be `Ahead`, a step may begin while the one before it runs.
 Another is finished before a third begins.
@@ -24,7 +25,20 @@ from typing import Any, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from flashrt.backend import ABORT, I64, U8, Ahead, Compute, Move, OpenDevice, Pause, Place, Rect, Remote
+from flashrt.backend import (
+    ABORT,
+    I64,
+    U8,
+    Ahead,
+    Compute,
+    Move,
+    Mover,
+    OpenDevice,
+    Pause,
+    Place,
+    Rect,
+    Remote,
+)  # fmt: skip
 from flashrt.errors import DeviceError, ProgramError
 from flashrt.ir import micro
 from flashrt.ir.ops import EXACT
@@ -400,10 +414,11 @@ class Executor:
     # ---- units
     def _units(self, id: str, indices: Sequence[int]) -> list[Unit]:
         device = self.devices[id]
-        if isinstance(device, Remote) and not self.poison and (moves := self._moves(indices)) is not None:
+        if isinstance(device, Mover) and not self.poison and (moves := self._moves(indices)) is not None:
             code = device.moves(moves, self.memory)
-            self._codes.append(code)
-            return [Unit(tuple(indices), lambda e: device.run(code, e), lambda: device.stamps(code))]
+            if code is not None:
+                self._codes.append(code)
+                return [Unit(tuple(indices), lambda e: device.run(code, e), lambda: device.stamps(code))]
         return [self._unit(group) for group in self._groups(indices)]
 
     def _moves(self, indices: Sequence[int]) -> list[Move] | None:

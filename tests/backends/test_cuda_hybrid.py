@@ -15,6 +15,7 @@ from flashrt.backend import Place, Rect
 from flashrt.backends.cpu import CpuBackend
 from flashrt.backends.cpu.device import huge
 from flashrt.backends.cuda import CudaDevice, code
+from flashrt.backends.cuda.args import Carry
 from flashrt.backends.cuda.driver import LARGE, Driver, GpuDriver
 from flashrt.backends.cuda.kernels import offered
 from flashrt.backends.reference import ReferenceBackend
@@ -271,6 +272,24 @@ def test_weights_pass_while_the_cpu_computes(
                 assert (np.diff(stamps, axis=1) >= 0).all() and (np.diff(stamps[:, 2]) >= 0).all()
     counts = Counter(name for name, _, _ in source.reads)
     assert max(counts.values()) == 2  # once for each program
+
+
+def test_kernels_behind_a_wait_for_weights_start_late(driver: Driver) -> None:
+    """They read weights before anything else; behind other waits they may."""
+    plan = passing()
+    stream = plan.variants[0].stream
+    loads = {i.signals for i in stream.instrs if isinstance(i, micro.Prefetch)}
+    with opened(plan, driver, poison=False) as program:
+        generated(program.call)
+        executor = program._executors["all"]
+        code = next(c for c in executor._codes if hasattr(c, "_pieces"))
+        first = executor.memory.ticks.ctypes.data
+        held = Counter[tuple[bool, int]]()
+        for bucket in code._pieces[0].buckets.values():
+            for step in bucket.steps:
+                if isinstance(carry := getattr(step, "fields", None), Carry) and carry.tick_0:
+                    held[(carry.tick_0 - first) // 8 in loads, carry.holds] += 1
+    assert held.keys() == {(True, 1), (False, 0)}
 
 
 def test_a_lane_of_copies_gives_up(driver: Driver, right: Result) -> None:

@@ -108,6 +108,10 @@ def test_prefetch_as_soon_as_there_is_room() -> None:
     moves = [i for i in instrs if isinstance(i, micro.Prefetch | micro.Evict)]
     order = " ".join(f"{'+' if isinstance(i, micro.Prefetch) else '-'}{i.block}" for i in moves)
     assert order == "+a +b -a +c -b -c"
+    evicted = next(at for at, i in enumerate(instrs) if isinstance(i, micro.Evict))
+    assert isinstance(instrs[evicted + 1], micro.Prefetch)
+    later = prefetch(three(lent=False), window=4, limits={"d": 8192}).instrs
+    assert isinstance(later[evicted + 1], micro.Dispatch) and later != instrs
 
 
 @pytest.mark.parametrize("limit", [4096, 8192, 12288])
@@ -124,19 +128,23 @@ def test_prefetch_across_steps(limit: int) -> None:
     assert places[0] == places[1]
 
 
-def three() -> micro.Stream:
-    """Three products, each of a weight that comes and goes."""
+def three(*, lent: bool = True) -> micro.Stream:
+    """Three products, each of a weight that comes and goes, and something else behind each; weights stay
+    elsewhere, too, if they are lent."""
     lines = ["micro three", "symbol T lo=1 hi=1 hint=1", "input x f32[T,32]"]
     lines += [f"weight {w} f32[32,32] sources=[{w}] layout=f32" for w in "abc"]
-    lines += ["slot %0 d f32[T,32] input=x", *(f"slot %{n} d f32[T,32]" for n in (1, 2, 3))]
+    lines += ["slot %0 d f32[T,32] input=x", *(f"slot %{n} d f32[T,32]" for n in range(1, 7))]
     lines += [f"block {w} d lo=0 hi=32 bytes=4096" for w in "abc"]
+    lines += [f"block {w} lender lo=0 hi=32 bytes=4096 home=resident" for w in ("abc" if lent else "")]
     for n, w in enumerate("abc"):
         lines += [
             f"prefetch device=d lane=compute block={w} bytes=4096",
-            f"dispatch device=d lane=compute kernel=linear.f32 args=[%{n},@{w}] dst=%{n + 1}",
+            f"dispatch device=d lane=compute kernel=linear.f32 args=[%{2 * n},@{w}] dst=%{2 * n + 1}",
             f"evict device=d lane=compute block={w}",
+            f"dispatch device=d lane=compute kernel=scale args=[%{2 * n + 1}] dst=%{2 * n + 2} "
+            "attrs={by=2.0}",
         ]
-    return read_micro("\n".join([*lines, "output y %3", ""]))
+    return read_micro("\n".join([*lines, "output y %6", ""]))
 
 
 # ---- overlap -------------------------------------------------------------------------

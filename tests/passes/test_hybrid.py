@@ -224,6 +224,42 @@ def test_experts_are_on_the_processor() -> None:
     assert where(large, "expert_linear") == {GPU: 8} and large.stream.rings
 
 
+def test_a_host_with_no_room_to_spare() -> None:
+    """What it lends counts once: blocks are loaded as far ahead as where the host's memory is large."""
+    cpu, gpu = h200(FEW, gemv=0.7).devices
+    wide = compiled(QUARTER, FEW, gemv=0.7)
+    held = sum(b.bytes for b in wide.variants[0].stream.blocks if b.device == CPU)
+    on = replace(wide.machine, devices=(replace(cpu, limit=held * 8 // 5), gpu))
+    tight = compile_model(imported(QUARTER), on, CompileOptions(QUARTER.context, 512, 4, numerics="fast"))
+    for one, other in zip(tight.variants, wide.variants, strict=True):
+        assert dict(one.stream.rings)[GPU] > 0.9 * dict(other.stream.rings)[GPU]
+        assert step_time(one.stream, on) <= step_time(other.stream, wide.machine) * 1.02
+
+
+def test_link_and_processor_share_a_memory() -> None:
+    """Each gets less; groups of cores get together what the whole processor gets, and links that are only
+    assumed are slowed, too. Other devices stay as they are."""
+    machine = h200(FEW, gemv=0.8)
+    cpu, gpu = machine.devices
+    shared = variants._memory_shared(machine)
+    assert (
+        shared.link(CPU, GPU).rate.value == variants.BESIDE * 55e9
+        and shared.link(GPU, CPU).rate.value == 55e9
+    )
+    own = shared.device(CPU)
+    assert own.gemv is not None and 0.3 * cpu.read.value < own.gemv.value < 0.8 * cpu.read.value
+    assert shared.device(GPU) == gpu and own.read == cpu.read
+    half = replace(cpu, read=known(cpu.read.value / 2), gemv=known(0.4 * cpu.read.value), pool="host")
+    groups = tuple(replace(half, id=id) for id in ("cpu:0-7", "cpu:8-15"))
+    links = tuple(Link(g.id, GPU, known(55e9), known(13.0)) for g in groups)
+    apart = variants._memory_shared(Machine((*groups, gpu), links))
+    gemv = [d.gemv.value for d in apart.devices if d.gemv is not None]
+    assert len(gemv) == 2 and sum(gemv) == pytest.approx(own.gemv.value)
+    alone = variants._memory_shared(Machine((cpu, gpu)))
+    assert alone.link(CPU, GPU).rate.value < Machine((cpu, gpu)).link(CPU, GPU).rate.value
+    assert variants._memory_shared(Machine((cpu,))) == Machine((cpu,))
+
+
 TINY = Imported(model(3, hidden=512, ffn=1536, vocab=4096, tied=False, tokens=64), WeightIndex((), {}))
 TINY_OPTIONS = CompileOptions(context=256, tokens=64, sequences=1)
 

@@ -79,22 +79,42 @@ class Reached:
 
 
 class Enqueued:
-    """Copies that are made at once."""
+    """Copies in order, each a while after it was enqueued: at once where that is no time."""
 
-    def __init__(self, driver: EmulatedDriver) -> None:
-        self._driver, self._through = driver, dict[int, int]()
+    def __init__(self, driver: EmulatedDriver, lag: float = 0.0) -> None:
+        self._driver, self._lag, self._through = driver, lag, dict[int, int]()
+        self._thread: threading.Thread | None = None
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
 
     def begin(self) -> None:
         self._through.clear()
+        if self._lag:
+            self._thread = threading.Thread(target=self._serve)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            time.sleep(self._lag)
+            work()
+
+    def _do(self, work: Callable[[], object]) -> None:
+        self._queue.put(work) if self._lag else work()
 
     def copy(self, pairs: Sequence[tuple[Rect, Rect]], number: int) -> None:
-        self._driver.copy(*pairs)
-        self._through[number] = time.perf_counter_ns()
+        def made() -> None:
+            self._driver.copy(*pairs)
+            self._through[number] = time.perf_counter_ns()
+
+        self._do(made)
 
     def signal(self, word: int, value: int) -> None:
-        ctypes.c_int64.from_address(word).value = value
+        self._do(lambda: EmulatedDriver.signal(self._driver, word, value))
 
     def wait(self) -> dict[int, int]:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
         return dict(self._through)
 
 
@@ -108,7 +128,7 @@ class EmulatedDriver:
 
     def __init__(self, index: int = 0, most: int = 1 << 40) -> None:
         self.limits = Limits(processors=4, shared=227 << 10, shared_all=228 << 10)
-        self.polls = True
+        self.polls = self.signals = True
         self.launches: list[str] = []
         self.most, self.used, self.recorded = most, 0, 0
         self.peak = 0
@@ -256,6 +276,9 @@ class LateDriver(EmulatedDriver):
 
     def signal(self, word: int, value: int) -> None:
         self._queue.put(lambda: super(LateDriver, self).signal(word, value))
+
+    def copier(self, most: int) -> Enqueued:
+        return Enqueued(self, self._lag)
 
     def mark(self) -> LateMark:  # type: ignore[override]
         return LateMark(self._queue)
