@@ -38,7 +38,7 @@ from flashrt.backend import (
     Place,
     Rect,
     Remote,
-)  # fmt: skip
+)
 from flashrt.errors import DeviceError, ProgramError
 from flashrt.ir import micro
 from flashrt.ir.ops import EXACT
