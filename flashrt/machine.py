@@ -84,6 +84,10 @@ class Device:
         """Whether a compiled kernel with these numerics exists (epilogues after '+' included)."""
         return (kernel, numerics) in self.kernels
 
+    def measurable(self, rate: str) -> bool:
+        """Whether a rate of this name can be measured: a type's of activations where a kernel takes them."""
+        return rate in ("read", "gemv", "f32") or any(f"act={rate}" in n for _, n in self.kernels)
+
     def rate(self, numerics: str) -> float | None:
         """Flop per second of what numerics such as "act=i8/32 acc=f32" ask for; float32's where unknown."""
         dtype = numerics.partition("act=")[2].partition(" ")[0].partition("/")[0]

@@ -134,3 +134,14 @@ def test_not_a_picture(text: str) -> None:
 def test_garbage(value: object) -> None:
     with pytest.raises(ParseError):
         from_json(json.dumps({"devices": [value], "links": [], "taken_at": 0}))
+
+
+def test_rates_that_can_be_measured() -> None:
+    """Of types of activations that no kernel takes nothing can be known, so nobody is asked to measure them."""
+    kernels = (("linear.q4.16x32", "act=i8/32 acc=f32"),)
+    device = Device(
+        "cpu:0", "cpu", "", 1, Measured(1, "assumed"), {}, Measured(1, "assumed"), kernels=kernels
+    )
+    assert [r for r in ("read", "gemv", "f32", "i8", "bf16") if device.measurable(r)] == [
+        "read", "gemv", "f32", "i8"
+    ]  # fmt: skip

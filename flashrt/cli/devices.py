@@ -219,7 +219,7 @@ def _disk(disk: Disk) -> tuple[str, str]:
 
 def _advise(survey: Survey) -> None:
     own = [d for d in survey.machine.devices if d.kind == "cpu"]
-    figures = [(f"{d.id}/{name}", r) for d in own for name, r in _rates(d)]
+    figures = [(f"{d.id}/{name}", r) for d in own for name, r in _rates(d) if d.measurable(name)]
     if any(rate.how == "assumed" for _, rate in figures):
         say("assumed rates make poor estimates: flashrt devices --measure takes some seconds")
     elif any(survey.stale(key) for key, _ in figures):

@@ -326,7 +326,7 @@ def _rates(subject: Subject) -> Iterator[Found]:
             + [f"products of one token {rate.value / GB:.1f} GB/s" for rate in gemv.values()]
             + [f"{name} {rate.value / GB:,.0f} Gflop/s" for name, rate in device.rates.items()]
         )
-        assumed = [name for name, rate in figures.items() if rate.how == "assumed"]
+        assumed = [n for n, rate in figures.items() if rate.how == "assumed" and device.measurable(n)]
         if assumed:
             yield "WARN", f"{told}; only assumed: {', '.join(assumed)}", measure
         elif any(survey.stale(f"{device.id}/{name}") for name in figures):

@@ -99,6 +99,12 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("providers", "WARN", "missing", {"providers": Providers(reason="onnxruntime is missing")}),
     ("providers", "WARN", "Intel NPU", {"providers": IDLE_CHIP}),
     ("device", "WARN", "only assumed: f32", {"rates": {"f32": Measured(1.0, "assumed")}}),
+    (
+        "device",
+        "PASS",
+        "reads",
+        {"rates": {"f32": Measured(1e12, "measured"), "fp8": Measured(1e12, "assumed")}},
+    ),
     ("device", "WARN", "only assumed: gemv", {"gemv": Measured(1e10, "assumed")}),
     ("device", "WARN", "long ago", {"ages": {"cpu:0/read": STALE + 1}}),
     ("device", "WARN", "products of one token 20.0 GB/s", {"gemv": SEEN, "ages": {"cpu:0/gemv": STALE + 1}}),
