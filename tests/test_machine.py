@@ -137,7 +137,7 @@ def test_garbage(value: object) -> None:
 
 
 def test_rates_that_can_be_measured() -> None:
-    """Of types of activations that no kernel takes nothing can be known, so nobody is asked to measure them."""
+    """Of types of activations that no kernel takes nothing can be known: nobody is asked to measure them."""
     kernels = (("linear.q4.16x32", "act=i8/32 acc=f32"),)
     device = Device(
         "cpu:0", "cpu", "", 1, Measured(1, "assumed"), {}, Measured(1, "assumed"), kernels=kernels
