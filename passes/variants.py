@@ -157,7 +157,7 @@ def _memory_shared(machine: Machine) -> Machine:
     """The machine while GPUs copy from the memory in which the processor reads weights: what it can give is
     shared."""
     hosts = {d.id for d in machine.devices if d.kind in HOSTS}
-    gpus = {d.id for d in machine.devices if d.kind in PASSED}
+    gpus = [d.id for d in machine.devices if d.kind in PASSED]
     taken, read, slow = Counter[str](), Counter[str](), dict[tuple[str, str], Link]()
     for gpu in gpus:
         link = machine.link(*weight_road(machine.device(gpu), machine))
