@@ -84,6 +84,11 @@ class Device:
         """Whether a compiled kernel with these numerics exists (epilogues after '+' included)."""
         return (kernel, numerics) in self.kernels
 
+    @property
+    def figures(self) -> dict[str, Measured]:
+        """Its rates by the names under which they are remembered, those that are known."""
+        return {"read": self.read, **({"gemv": self.gemv} if self.gemv else {}), **self.rates}
+
     def measurable(self, rate: str) -> bool:
         """Whether a rate of this name can be measured: a type's of activations where a kernel takes them."""
         return rate in ("read", "gemv", "f32") or any(f"act={rate}" in n for _, n in self.kernels)

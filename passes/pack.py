@@ -47,6 +47,14 @@ def pack(stream: micro.Stream) -> micro.Stream:
     return replace(stream, slots=slots, blocks=tuple(blocks), arenas=tuple(arenas), rings=tuple(rings))
 
 
+def staying_bytes(stream: micro.Stream) -> Counter[str]:
+    """What resident blocks take of each device."""
+    kept = Counter[str]()
+    for block in stream.blocks:
+        kept[block.device] += aligned(block.bytes) if block.home == "resident" else 0
+    return kept
+
+
 class FirstFit:
     """First fit: the pieces in use, by offset, and how far they ever reached."""
 

@@ -35,7 +35,6 @@ from flashrt.ir import logical, micro, physical
 from flashrt.ir.clock import simulate, typical
 from flashrt.ir.ops import ATTENTION_EXACT, LINEAR_EXACT
 from flashrt.ir.types import Env, evaluate
-from flashrt.layouts import aligned
 from flashrt.machine import Machine
 from flashrt.passes.budget import HOSTS, room_of, taken, weight_road
 from flashrt.passes.cost import block_bytes, cost
@@ -44,7 +43,7 @@ from flashrt.passes.fuse import fuse
 from flashrt.passes.lending import Lending
 from flashrt.passes.lower import lower
 from flashrt.passes.overlap import overlap
-from flashrt.passes.pack import pack
+from flashrt.passes.pack import pack, staying_bytes
 from flashrt.passes.pins import Pin
 from flashrt.passes.place import Placement, placements
 from flashrt.passes.precision import precision
@@ -166,10 +165,7 @@ def _staying(room: Mapping[str, int], options: Options) -> dict[str, int]:
 
 def _ringed(stream: micro.Stream, room: Mapping[str, int], options: Options) -> dict[str, int]:
     """The same with no larger rings than others have, where they take turns with those."""
-    kept = Counter[str]()
-    for block in stream.blocks:
-        kept[block.device] += aligned(block.bytes) if block.home == "resident" else 0
-    rings = options.earlier.rings
+    kept, rings = staying_bytes(stream), options.earlier.rings
     return {d: min(n, kept[d] + rings[d]) if d in rings else n for d, n in room.items()}
 
 
@@ -316,8 +312,7 @@ def _within(budgets: Sequence[physical.Budget], stream: micro.Stream, earlier: E
     held += earlier.beside(stream.blocks)
     for device, size in (*stream.arenas, *stream.rings):
         held[device] += size
-    for block in stream.blocks:
-        held[block.device] += aligned(block.bytes) if block.home == "resident" else 0
+    held += staying_bytes(stream)
     for budget in budgets:
         taken = held[budget.device] - budget.shared
         if taken > budget.limit:

@@ -16,13 +16,13 @@ one of the step before, and the first step finds them loaded.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from flashrt.ir import micro
 from flashrt.layouts import aligned
-from flashrt.passes.pack import FirstFit, ring_layout
+from flashrt.passes.pack import FirstFit, ring_layout, staying_bytes
 
 
 def prefetch(
@@ -34,9 +34,7 @@ def prefetch(
     leave, and the window shrinks until the ring, gaps between blocks included, fits (or nothing is left to
     shrink).
     """
-    kept: Counter[str] = Counter()
-    for block in stream.blocks:
-        kept[block.device] += aligned(block.bytes) if block.home == "resident" else 0
+    kept = staying_bytes(stream)
     limits = {device: limit - kept[device] for device, limit in (limits or {}).items()}
     hoisted = _hoisted(stream, window, limits)
     while window and any((n := _ring(hoisted, d)) and n > limit for d, limit in limits.items()):

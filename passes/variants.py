@@ -21,7 +21,7 @@ from flashrt.ir.clock import typical
 from flashrt.ir.order import loaded_at_start
 from flashrt.ir.types import evaluate
 from flashrt.layouts import aligned
-from flashrt.machine import Device, Link, Machine, Measured
+from flashrt.machine import Device, Link, Machine
 from flashrt.passes.budget import HOSTS, pool_of, room_of, state_bytes, weight_road
 from flashrt.passes.cost import block_bytes, kernel_of
 from flashrt.passes.experts import able, cache_bytes, cached, layers_of, router_bytes
@@ -162,7 +162,9 @@ def _memory_shared(machine: Machine) -> Machine:
     for gpu in gpus:
         link = machine.link(*weight_road(machine.device(gpu), machine))
         if link.src in hosts:
-            slow[link.src, gpu] = link = replace(link, rate=_times(link.rate, BESIDE))
+            slow[link.src, gpu] = link = replace(
+                link, rate=replace(link.rate, value=link.rate.value * BESIDE)
+            )
             taken[pool_of(machine.device(link.src))] += round(link.rate.value)
     for host in map(machine.device, hosts):
         read[pool_of(host)] += round(host.read.value)
@@ -177,10 +179,6 @@ def _memory_shared(machine: Machine) -> Machine:
 
     others = (link for link in machine.links if (link.src, link.dst) not in slow)
     return replace(machine, devices=tuple(map(shared, machine.devices)), links=(*others, *slow.values()))
-
-
-def _times(rate: Measured, by: float) -> Measured:
-    return replace(rate, value=rate.value * by)
 
 
 def _with_cache(v: Variant, machine: Machine, options: Options, manner: Manner) -> Planned:

@@ -41,7 +41,7 @@ from flashrt.backends.cuda.linear import few, joined, takes
 from flashrt.backends.cuda.operands import Operands, Scratch, Sizes, Twin, address_of
 from flashrt.backends.cuda.prefill import MANY, known
 from flashrt.backends.cuda.sample import greedy_only
-from flashrt.backends.cuda.ticks import AT_ONCE, Ticks, carries
+from flashrt.backends.cuda.ticks import AT_ONCE, Ticks, carries, until_reached
 from flashrt.backends.cuda.tiles import in_tiles
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
@@ -339,15 +339,12 @@ class Code:
             _launch(self._driver, [step])
 
     def _until_reached(self, carry: args.Carry, epoch: int) -> None:
-        memory, pause, mark = self._memory, Pause(), self._driver.mark()
-        first = int(memory.ticks.ctypes.data)
+        first, mark = int(self._memory.ticks.ctypes.data), self._driver.mark()
         mark.set()
         for address, step in zip(carry[:AT_ONCE], carry[AT_ONCE : 2 * AT_ONCE], strict=True):
-            while address and memory.ticks[(address - first) // 8] < epoch + step:
-                if memory.words[ABORT]:
-                    raise DeviceError(f"{self._device}: interrupted in step {epoch}")
-                mark.through()  # which raises where the device failed
-                pause()
+            if address:  # a mark raises where the device failed
+                wait = micro.Wait((address - first) // 8, step)
+                until_reached(self._memory, wait, epoch, self._device, mark.through)
 
     def _made(self, piece: Piece, env: Env, greedy: bool) -> Bucket:
         """A new bucket; where memory is lacking, without any of the old ones."""

@@ -12,9 +12,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from flashrt.backend import ABORT, I64, Memory, Move, Pause, Place, Rect
+from flashrt.backend import I64, Memory, Move, Place, Rect
 from flashrt.backends.cuda.driver import Driver
-from flashrt.errors import DeviceError
+from flashrt.backends.cuda.ticks import until_reached
 
 
 class Moves:
@@ -33,7 +33,8 @@ class Moves:
         try:
             for at, (move, pairs) in enumerate(zip(self._moves, self._pairs, strict=True)):
                 self.stamps[at, 0] = time.perf_counter_ns()
-                self._await(move, epoch)
+                for wait in move.waits:
+                    until_reached(self._memory, wait, epoch, self._device)
                 self.stamps[at, 1:] = time.perf_counter_ns()
                 if pairs:
                     self._copies.copy(pairs, at)
@@ -48,15 +49,6 @@ class Moves:
             started = max(started, arrived)
             before = max(ended.get(at, over), started)
             self.stamps[at] = arrived, started, before
-
-    def _await(self, move: Move, epoch: int) -> None:
-        memory = self._memory
-        for wait in move.waits:
-            pause = Pause()
-            while memory.ticks[wait.tick] < epoch + wait.step:
-                if memory.words[ABORT]:
-                    raise DeviceError(f"{self._device}: interrupted in step {epoch}")
-                pause()
 
 
 def side_by_side(pieces: Sequence[Place], to: Place) -> Iterator[tuple[Rect, Rect]]:

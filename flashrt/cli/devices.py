@@ -123,13 +123,6 @@ def _device(device: Device, survey: Survey) -> Iterator[tuple[str, str]]:
         yield "groups", f"--device {hint} makes two devices of it"
 
 
-def _rates(device: Device) -> Iterator[tuple[str, Measured]]:
-    yield "read", device.read
-    if device.gemv:
-        yield "gemv", device.gemv
-    yield from device.rates.items()
-
-
 def _team(cpus: tuple[int, ...] | None) -> str:
     if not cpus:
         return ""
@@ -219,7 +212,7 @@ def _disk(disk: Disk) -> tuple[str, str]:
 
 def _advise(survey: Survey) -> None:
     own = [d for d in survey.machine.devices if d.kind == "cpu"]
-    figures = [(f"{d.id}/{name}", r) for d in own for name, r in _rates(d) if d.measurable(name)]
+    figures = [(f"{d.id}/{name}", r) for d in own for name, r in d.figures.items() if d.measurable(name)]
     if any(rate.how == "assumed" for _, rate in figures):
         say("assumed rates make poor estimates: flashrt devices --measure takes some seconds")
     elif any(survey.stale(key) for key, _ in figures):

@@ -319,11 +319,10 @@ def _rates(subject: Subject) -> Iterator[Found]:
     survey = subject.survey
     measure = "flashrt devices --measure"
     for device in (d for d in survey.machine.devices if d.kind == "cpu"):
-        gemv = {"gemv": device.gemv} if device.gemv else {}
-        figures = {"read": device.read, **gemv, **device.rates}
+        figures = device.figures
         told = ", ".join(
             [f"{device.id}: reads {device.read.value / GB:.1f} GB/s"]
-            + [f"products of one token {rate.value / GB:.1f} GB/s" for rate in gemv.values()]
+            + ([f"products of one token {device.gemv.value / GB:.1f} GB/s"] if device.gemv else [])
             + [f"{name} {rate.value / GB:,.0f} Gflop/s" for name, rate in device.rates.items()]
         )
         assumed = [n for n, rate in figures.items() if rate.how == "assumed" and device.measurable(n)]

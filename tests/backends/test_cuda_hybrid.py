@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -292,20 +292,25 @@ def test_kernels_behind_a_wait_for_weights_start_late(driver: Driver) -> None:
     assert held.keys() == {(True, 1), (False, 0)}
 
 
+def loses_the_processor(program: Program, when: Callable[[], bool]) -> None:
+    """From now on its part of a step fails, whenever that is so."""
+    cpu = program.devices["cpu:0"]
+    run = cpu.run
+
+    def sometimes(loaded: Any, epoch: int) -> None:
+        if when():
+            raise DeviceError("cpu:0 is lost")
+        run(loaded, epoch)
+
+    cpu.run = sometimes  # type: ignore[method-assign,assignment]
+
+
 def test_a_lane_of_copies_gives_up(driver: Driver, right: Result) -> None:
     """An error of the processor ends a step in which weights are on their way; the next one is right."""
     plan, failing = passing(), True
     with opened(plan, driver, poison=False) as program:
         agree(generated(program.call), right)
-        cpu = program.devices["cpu:0"]
-        run = cpu.run
-
-        def sometimes(loaded: Any, epoch: int) -> None:
-            if failing:
-                raise DeviceError("cpu:0 is lost")
-            run(loaded, epoch)
-
-        cpu.run = sometimes  # type: ignore[method-assign,assignment]
+        loses_the_processor(program, lambda: failing)
         for _ in range(2):
             with pytest.raises(DeviceError, match="is lost"):
                 generated(program.call)
@@ -509,15 +514,7 @@ def test_the_gpu_gives_up_with_the_processor(driver: Driver, right: Result) -> N
     """An error of the processor ends a step that the GPU is in; the next one is right."""
     plan, failing, failed = a_plan(carried()), True, 0
     with opened(plan, driver) as program:
-        cpu = program.devices["cpu:0"]
-        run = cpu.run
-
-        def once(loaded: Any, epoch: int) -> None:
-            if failing:
-                raise DeviceError("cpu:0 is lost")
-            run(loaded, epoch)
-
-        cpu.run = once  # type: ignore[method-assign,assignment]
+        loses_the_processor(program, lambda: failing)
 
         def call(*given: Any) -> Any:
             nonlocal failing, failed
