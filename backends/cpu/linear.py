@@ -79,12 +79,12 @@ def quantised(name: str) -> Kernel:
         n, k, t_count = word(row, L.n), word(row, L.k), word(row, L.t)
         whole, tail, blocks = k >> 5, k & 31, (k + 31) >> 5
         weights, x_stride = operand(row, L.w_at, L.w), 4 * word(row, L.x_stride)
-        groups = (n + 15) >> 4
+        groups, group_bytes = (n + 15) >> 4, blocks * block_bytes
         acc, padded = stack(8 * 64), stack(8 * 128)
-        first_group, last_group = next_channels(row, groups, t_count, tid, nth, -1)
+        first_group, last_group = next_channels(row, groups, group_bytes, t_count, tid, nth, -1)
         while first_group < last_group:
             for g in range(first_group, last_group):
-                q = weights + g * blocks * block_bytes
+                q = weights + g * group_bytes
                 s = q + blocks * quant_bytes
                 m = s + blocks * scale_bytes
                 for run in range(product_runs(t_count, nth)):
@@ -101,7 +101,7 @@ def quantised(name: str) -> Kernel:
                         for i in range(tokens):
                             finish(row, load_whole(acc + 64 * i), t + i, 16 * g, n - 16 * g)
                         t += tokens
-            first_group, last_group = next_channels(row, groups, t_count, tid, nth, last_group)
+            first_group, last_group = next_channels(row, groups, group_bytes, t_count, tid, nth, last_group)
 
     return kernel
 

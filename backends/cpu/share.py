@@ -5,8 +5,9 @@ wrote is then in its own core's cache when it reads it, and only keys and values
 that another core wrote costs some 50 ns on a large server.) Tokens are dealt in runs of RUN, in turn,
 since late tokens of a prompt see more keys than early ones.
 
-A step of few tokens shares channels: there weights, which are read once, are all that counts. Threads take
-some of them in turns, since cores aren't equally fast: others use them, or the memory behind them.
+A step of few tokens shares channels: there weights, which are read once, are all that counts. Each thread
+begins with some of its own, one behind the other, as memory likes it; the rest they take in turns, since
+cores aren't equally fast: others use them, or the memory behind them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from flashrt.backends.cpu.rows import RUN, Header
 from flashrt.ir.types import Dim
 
 TURNS = 32  # times that a thread takes channels of a product, about: 16 threads, 120 GB/s; with 8, 110; 1, 83
+LEAST = 1 << 16  # bytes of weights of a turn, about: less is over before memory answers
 BACK = 8 * (len(Header._fields) - Header._fields.index("taken"))  # bytes from a kernel's fields to `taken`
 RUNS = 4  # runs a thread has at least when tokens are dealt: fewer would deal them too unevenly
 
@@ -52,12 +54,15 @@ def channels_of(groups, tokens, tid, nth):
 
 
 @inner
-def next_channels(row, groups, tokens, tid, nth, last):
+def next_channels(row, groups, nbytes, tokens, tid, nth, last):
     """[first, last) of the groups of channels that a thread computes next, for the tokens of `product_run`;
-    empty when there are no more. last: of those before, -1 at first."""
+    empty when there are no more. nbytes: of a group's weights; last: of those before, -1 at first."""
     if nth > 1 and tokens <= RUN:
-        size = max(groups // (TURNS * nth), 1)
-        first = min(atomic_add(row - BACK, size), groups)
+        own = 3 * groups // (4 * nth)  # one whose core gives it a third less time is no later
+        if last < 0 and own > 0:
+            return own * tid, own * (tid + 1)
+        size = max(groups // (TURNS * nth), 1 + LEAST // nbytes)
+        first = min(own * nth + atomic_add(row - BACK, size), groups)
         return first, min(first + size, groups)
     if last >= 0:
         return groups, groups

@@ -200,13 +200,13 @@ def quantised_i8(name: str, vnni: bool, tiles: bool = False) -> Kernel:
 
     def kernel(tid, nth, row):
         n, k, t_count = word(row, L.n), word(row, L.k), word(row, L.t)
-        groups, stride = (n + 15) >> 4, row_bytes(k, scales)
+        groups, stride, group_bytes = (n + 15) >> 4, row_bytes(k, scales), ((k + 31) >> 5) * block_bytes
         a, acc = word(row, L.scratch) + tid * word(row, L.scratch_stride), stack(16 * 64)
         for run in range(product_runs(t_count, nth)):
             first, end = product_run(run, t_count, tid, nth)
             for t in range(first, end):
                 prepare(word(row, L.x) + t * word(row, L.x_stride), k, a + (t - first) * stride)
-            first_group, last_group = next_channels(row, groups, t_count, tid, nth, -1)
+            first_group, last_group = next_channels(row, groups, group_bytes, t_count, tid, nth, -1)
             while first_group < last_group:
                 t = first
                 if tiles:
@@ -222,6 +222,8 @@ def quantised_i8(name: str, vnni: bool, tiles: bool = False) -> Kernel:
                 if t < end:
                     for g in range(first_group, last_group):
                         group(row, g, t, end - t, a + (t - first) * stride, stride, acc)
-                first_group, last_group = next_channels(row, groups, t_count, tid, nth, last_group)
+                first_group, last_group = next_channels(
+                    row, groups, group_bytes, t_count, tid, nth, last_group
+                )
 
     return kernel

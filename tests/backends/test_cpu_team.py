@@ -13,7 +13,7 @@ import pytest
 from flashrt.backend import ABORT, Place, Rect
 from flashrt.backends.cpu import CpuBackend, CpuDevice
 from flashrt.errors import DeviceError
-from flashrt.ir.ops import EXACT, LINEAR_EXACT
+from flashrt.ir.ops import EXACT, LINEAR_EXACT, LINEAR_I8
 from flashrt.layouts import LAYOUTS, pack_plain
 from tests.backends.cpu_streams import F32, compute, cpu, packed, prepared, reference, run, spec
 
@@ -72,6 +72,28 @@ def test_a_region_gives_the_bits_of_its_rows_one_by_one(t: int) -> None:
     for threads in (1, 2, 3):
         device = cpu(threads)
         assert run(device, LAYER, values, BLOCKS, T=t).read(5).tobytes() == want.tobytes()
+        device.close()
+
+
+@pytest.mark.parametrize("numerics", [LINEAR_EXACT, LINEAR_I8])
+@pytest.mark.parametrize("groups", [1, 3, 12, 37])
+def test_every_channel_is_computed_whoever_takes_it(groups: int, numerics: str) -> None:
+    n, k = 16 * groups - 5, 7200  # so wide that even one group of channels is shared
+    rounded = numerics == LINEAR_I8
+    text = f"""weight w f32[{n},{k}] sources=[w] layout=q4.16x32
+slot %0 cpu:0 f32[T,{k}]
+slot %1 cpu:0 u8[T,{k + 4 * k // 32}]
+slot %2 cpu:0 f32[T,{n}]
+block w cpu:0 lo=0 hi={n} bytes=0
+quantize {AT} src=%0 dst=%1 scheme="i8/32"
+dispatch {AT} kernel=linear.q4.16x32 args=[%{int(rounded)},@w] dst=%2 numerics="{numerics}"
+"""
+    values, blocks = {0: RNG.standard_normal((2, k))}, {"w": packed("q4.16x32", n, k)}
+    want = run(cpu(), text, values, blocks, T=2).read(2)
+    assert np.isfinite(want).all()
+    for threads in (2, 3, 5, 8):
+        device = cpu(threads)
+        assert run(device, text, values, blocks, T=2).read(2).tobytes() == want.tobytes(), threads
         device.close()
 
 
