@@ -6,10 +6,13 @@ inputs and sizes are pulled from pinned memory by the first kernel of each run. 
 they are part of a bucket's key, and the buckets of a piece that ran longest ago are dropped.
 
 Where kernels may wait for the host (`Driver.polls`), all instructions are one piece: kernels look at ticks
-from outside and set those that others wait for, and a step is one launch. Elsewhere, and where blocks come
-and go beside work that the host does anew in each step, pieces are cut at such ticks: they follow each other
-on the device, and the host looks at them only there. When a bucket runs for the first time, the host looks as
-well: what a library loads then may have to wait until no kernel runs.
+from outside and set those that others wait for, and a step is one launch. Elsewhere pieces are cut at such
+ticks: they follow each other on the device, and the host looks at them only there.
+
+A library is never called while a kernel may wait for the host, as what it loads or allocates may have to wait
+until no kernel runs: between recorded stretches the host looks until all is there that those in front wait
+for, which is some kernels before they are through. When a bucket runs for the first time, it looks before
+each launch.
 
 Code that is a whole stream may be given a step while the one before it runs (`flashrt.backend.Ahead`): `pull`
 says when the host may write again, and `push` brings small outputs to where the host and the next step find
@@ -39,14 +42,13 @@ from flashrt.backends.cuda.fuse import Fuser, Joint, rows_of
 from flashrt.backends.cuda.kernels import KIND
 from flashrt.backends.cuda.linear import few, joined, takes
 from flashrt.backends.cuda.operands import Operands, Scratch, Sizes, Twin, address_of
-from flashrt.backends.cuda.prefill import MANY, known
 from flashrt.backends.cuda.sample import greedy_only
 from flashrt.backends.cuda.ticks import AT_ONCE, Ticks, carries, until_reached
 from flashrt.backends.cuda.tiles import in_tiles
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
 from flashrt.ir.order import root_of
-from flashrt.ir.types import DTYPES, Dim, Env, product, size, symbols_of
+from flashrt.ir.types import DTYPES, Dim, Env, size, symbols_of
 
 MOST_SIZES = 512
 PULLED = 1 << 10  # bytes that a block of `pull` brings at a time
@@ -55,6 +57,7 @@ PUSHED = 4 << 10  # bytes of an output that a kernel brings to the host, at most
 KEPT = 64  # buckets of a piece
 NOTHING: Mapping[int, int] = MappingProxyType({})
 Key = tuple[object, ...]
+Replay = Callable[[int], object]  # takes the step's number
 
 
 @dataclass(slots=True)
@@ -69,7 +72,7 @@ class Bucket:
     keep: list[Any]
     table: I64
     fed: Mapping[int, int] | None = field(default_factory=dict)
-    replay: list[Callable[[], None]] = field(default_factory=list)
+    replay: list[Replay] = field(default_factory=list)
     runs: int = 0
 
 
@@ -327,7 +330,7 @@ class Code:
         if found.runs == 2:
             found.replay = self._recording(found.steps)
         for work in found.replay:
-            work()
+            work(epoch)
         if not found.replay:
             self._launch_each(found.steps, epoch)
 
@@ -370,7 +373,7 @@ class Code:
             piece.buckets.clear()
         self._driver.trim()
 
-    def _recording(self, steps: Sequence[Work]) -> list[Callable[[], None]]:
+    def _recording(self, steps: Sequence[Work]) -> list[Replay]:
         """The steps as they are enqueued from now on; none where there is no memory for that."""
         try:
             return list(self._recorded(steps))
@@ -379,11 +382,24 @@ class Code:
                 raise
             return []
 
-    def _recorded(self, steps: Sequence[Work]) -> Iterator[Callable[[], None]]:
+    def _recorded(self, steps: Sequence[Work]) -> Iterator[Replay]:
+        waits = list[args.Carry]()
         for live, stretch in groupby(steps, lambda step: isinstance(step, Live)):
             some = list(stretch)
             work = partial(_launch, self._driver, some)
-            yield work if live else self._driver.record(work)
+            if live:
+                yield partial(self._live, work, waits)
+                waits = []
+            else:
+                launches = (step.fields for step in some if isinstance(step, Launch))
+                waits += [fields for fields in launches if isinstance(fields, args.Carry)]
+                yield partial(_replay, self._driver.record(work))
+
+    def _live(self, work: Callable[[], None], waits: Sequence[args.Carry], epoch: int) -> None:
+        """Work of a library, when no kernel in front of it waits for the host any more."""
+        for carry in waits:
+            self._until_reached(carry, epoch)
+        work()
 
     # ---- pieces
     def _cut(self, instrs: Sequence[Compute]) -> Iterator[Piece]:
@@ -393,7 +409,7 @@ class Code:
         cuts = [tuple(cut) for cut in _cuts(instrs, inner, asked)]
         # recording waits until all GPUs are through: one would wait for a kernel that waits for another
         gpus = {i.device for i in self._memory.stream.instrs if i.device.startswith(f"{KIND}:")}
-        if self._driver.polls and not self._mixes(instrs) and len(gpus) == 1:
+        if self._driver.polls and len(gpus) == 1:
             times = self._driver.pinned(24 * len(cuts)).view(np.int64).reshape(-1, 3)
             loads = {i.signals for i in self._memory.stream.instrs if isinstance(i, micro.Prefetch)}
             parts = []
@@ -408,19 +424,6 @@ class Code:
             some = tuple(instrs[i] for i in cut)
             signals = tuple(i.signals for i in some if i.signals is not None)
             yield self._piece((Part(some, cut, None),), _outside(some, inner), signals)
-
-    def _mixes(self, instrs: Sequence[Compute]) -> bool:
-        """Whether blocks come and go beside a library's attention, which the host asks for in each step."""
-        rings = any(self._blocks[ref.block].home == "ring" for i in instrs for ref in _rows_of(i))
-        return rings and any(isinstance(i, micro.Dispatch) and self._by_library(i) for i in instrs)
-
-    def _by_library(self, instr: micro.Dispatch) -> bool:
-        """Whether a library may attend in the largest step."""
-        if instr.kernel != "attention" or not known(instr):
-            return False
-        (x, *_) = _slots_of(instr)
-        *outer, _ = self._slots[x.slot].type.shape
-        return size(product(outer), self._most) > MANY
 
     def _piece(
         self, parts: tuple[Part, ...], waits: tuple[micro.Wait, ...], signals: tuple[int, ...]
@@ -543,6 +546,10 @@ class Code:
             values and greedy_only(values[0][: size(n, env)], values[1][: size(n, env)])
             for values, n in self._sampled
         )
+
+
+def _replay(recorded: Callable[[], None], epoch: int) -> None:
+    recorded()
 
 
 def _launch(driver: Driver, steps: Sequence[Work]) -> None:

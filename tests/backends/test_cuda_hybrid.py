@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -11,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashrt.backend import Place, Rect
+from flashrt.backend import ABORT, Place, Rect
 from flashrt.backends.cpu import CpuBackend
 from flashrt.backends.cpu.device import huge
-from flashrt.backends.cuda import CudaDevice, code
+from flashrt.backends.cuda import CudaDevice, code, prefill
 from flashrt.backends.cuda.args import Carry
 from flashrt.backends.cuda.driver import LARGE, Driver, GpuDriver
 from flashrt.backends.cuda.kernels import offered
@@ -22,6 +23,7 @@ from flashrt.backends.reference import ReferenceBackend
 from flashrt.compiler import CompileOptions, compile_model
 from flashrt.errors import DeviceError, ProgramError
 from flashrt.ir import laws, micro
+from flashrt.ir.ops import ATTENTION_BF16
 from flashrt.ir.order import loaded_at_start
 from flashrt.llm.generate import Generator
 from flashrt.llm.request import Request, Sampling
@@ -239,10 +241,10 @@ def test_weights_stream_from_where_they_are_kept(
         assert sum(locked) >= sum(b.bytes for b in lent)
 
 
-def passing() -> Plan:
+def passing(**options: Any) -> Plan:
     """Feed-forward blocks of one layer on the CPU, those of another pass through the GPU meanwhile."""
     pins = (Pin("layers.0.mlp", "cpu:0"), Pin("layers.0.self_attn", "gpu:0"), Pin("layers.1", "gpu:0"))
-    made = variant("all", 1, 64, pins=pins, weight_bytes={"gpu:0": 30_000}, repeats=True)
+    made = variant("all", 1, 64, pins=pins, weight_bytes={"gpu:0": 30_000}, repeats=True, **options)
     assert loaded_at_start(made.stream)
     ring = [b for b in made.stream.blocks if b.home == "ring"]
     lenders = (replace(b, device="cpu:0", home="resident", offset=None) for b in ring)
@@ -272,6 +274,56 @@ def test_weights_pass_while_the_cpu_computes(
                 assert (np.diff(stamps, axis=1) >= 0).all() and (np.diff(stamps[:, 2]) >= 0).all()
     counts = Counter(name for name, _, _ in source.reads)
     assert max(counts.values()) == 2  # once for each program
+
+
+def test_a_library_attends_when_no_kernel_waits_for_the_host(
+    driver: Driver, right: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it loads or allocates may have to wait for kernels; a step is one piece all the same."""
+    monkeypatch.setattr(prefill, "MANY", 1)
+    plan, called = passing(attention=ATTENTION_BF16), list[int]()
+    with opened(plan, driver) as program:
+        program.open()
+        executor = program._executors["all"]
+        loaded = next(c for c in executor._codes if isinstance(c, code.Code))
+        ticks, first = executor.memory.ticks, executor.memory.ticks.ctypes.data
+        attend, live = prefill.LibraryAttention.__call__, code.Code._live
+
+        def checked(self: code.Code, work: Any, waits: Any, epoch: int) -> None:
+            def now() -> None:
+                for carry in waits:
+                    awaited = zip(carry[:4], carry[4:8], strict=True)
+                    assert all(ticks[(at - first) // 8] >= epoch + step for at, step in awaited if at)
+                called.append(len(waits))
+                work()
+
+            live(self, now, waits, epoch)
+
+        monkeypatch.setattr(code.Code, "_live", checked)
+        count = list[object]()
+        monkeypatch.setattr(prefill.LibraryAttention, "__call__", lambda self: count.append(attend(self)))
+        for _ in range(3):
+            for (_, logits), (_, meant) in zip(generated(program.call), right, strict=True):
+                a, b = (np.frombuffer(x, np.float32) for x in (logits, meant))
+                np.testing.assert_allclose(a[:VOCAB], b[:VOCAB], rtol=0, atol=2e-2 * np.abs(b).max())
+        assert len(loaded._pieces) == 1
+    assert len(count) > len(called) > 0 and any(called)  # at a bucket's first run, kernels come one by one
+
+
+def test_a_library_is_not_called_in_a_step_that_is_given_up(driver: Driver) -> None:
+    with opened(passing(), driver) as program:
+        program.open()
+        executor = program._executors["all"]
+        loaded = next(c for c in executor._codes if isinstance(c, code.Code))
+        carry = Carry(tick_0=executor.memory.ticks.ctypes.data, epoch=0, abort=0, stamps=0, holds=0)
+        executor.memory.ticks[0], called = 4, list[int]()
+        timer = threading.Timer(0.05, lambda: executor.memory.words.__setitem__(ABORT, 1))
+        timer.start()
+        with pytest.raises(DeviceError, match="interrupted in step 5"):
+            loaded._live(lambda: called.append(1), [carry], 5)
+        executor.memory.words[ABORT] = 0
+        loaded._live(lambda: called.append(2), [carry], 4)
+        assert called == [2]
 
 
 def test_kernels_behind_a_wait_for_weights_start_late(driver: Driver) -> None:
