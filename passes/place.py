@@ -226,7 +226,7 @@ class _Plans:
         causes: Mapping[str, str] | None = None,
         name: str = "",
     ) -> _Plan:
-        graph = self._task.graph
+        graph, seats = self._task.graph, self._beside_their_values(seats)
         outputs = [o.value.removeprefix("%") for o in graph.outputs]
         parts = spread(graph.nodes, seats, self._joint, self._task.parts, outputs)
         env = dict(self._task.env) | {s.name: s.start for s in splits}
@@ -251,6 +251,19 @@ class _Plans:
         lacks = "; ".join(n.short() for n in needs if n.least > n.left)
         whole = replace(whole, budgets=budgets)
         return _Plan(name or " and ".join(used), seats, whole, total, "; ".join(streams), lacks, causes or {})
+
+    def _beside_their_values(self, seats: Mapping[str, Seat]) -> Mapping[str, Seat]:
+        """Some rows of a value are taken where it is: only they cross between devices then."""
+        out = dict(seats)
+        for node in self._task.graph.nodes:
+            if node.op != "rows" or node.name in self._task.fixed:
+                continue
+            here, value = seats.get(node.name), seats.get(node.inputs[0].removeprefix("%"))
+            if not isinstance(here, Whole) or not isinstance(value, Whole) or here.device == value.device:
+                continue
+            if not self._task.obstacle(node, value.device):
+                out[node.name] = Whole(value.device, False, "beside the value whose rows it takes")
+        return out
 
     def _weights(self, nodes: Sequence[physical.Node]) -> tuple[Weight, ...]:
         """The graph's weights, and the parts of them in use."""

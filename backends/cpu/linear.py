@@ -24,7 +24,7 @@ from flashrt.backends.cpu.intrinsics import (
     word,
 )
 from flashrt.backends.cpu.share import channels_of, next_channels, over_tokens, product_run, product_runs
-from flashrt.backends.cpu.tiles import element_as_f32, plain_tile, quant_tile
+from flashrt.backends.cpu.tiles import element_as_f32, plain_tile, quant_tile, word_as_f32
 from flashrt.backends.cpu.vector import lane_sum, load, load_whole, spread, store, store_whole
 from flashrt.layouts import LAYOUTS
 
@@ -219,6 +219,7 @@ def quantised_embedding(name: str) -> Kernel:
     bits, minimum, shift = layout.bits, layout.minimum, layout.block.bit_length() - 1
     quant_bytes, scale_bytes, block_bytes = layout.quant_bytes, layout.scale_bytes, layout.block_bytes
     number, item = element_as_f32("f32" if layout.wide else "f16"), layout.number.itemsize
+    store_word, in_word = word_as_f32(layout), 32 // bits
 
     @inner
     def quant(block, channel, k):
@@ -237,7 +238,12 @@ def quantised_embedding(name: str) -> Kernel:
             at = scales + 16 * item * (first >> shift)
             scale = number(at)
             least = number(at + blocks * scale_bytes) if minimum else types.float32(0)
-            for k in range(first, min(first + (1 << shift), count)):
+            end = min(first + (1 << shift), count)
+            whole = first + (end - first) // in_word * in_word
+            for k in range(first, whole, in_word):
+                word_at = group + (k >> 5) * quant_bytes + (k & 31) // in_word * 64 + 4 * channel
+                store_word(y + 4 * k, word_at, scale, least)
+            for k in range(whole, end):
                 q = quant(group + (k >> 5) * quant_bytes, channel, k & 31)
                 if minimum:
                     store_f32(y + 4 * k, scale * types.float32(q) + least)

@@ -203,6 +203,42 @@ def plain_tile(element: str, rows: int, tokens: int) -> Any:
 
 
 @cache
+def word_as_f32(layout: Layout) -> Any:
+    """store(y, source, scale, least): the numbers in a channel's word of packed quants, in their order: 8 of
+    4 bits, or 4 of 8."""
+    shifts = [0, 8, 16, 24] if layout.bits == 8 else [0, 8, 16, 24, 4, 12, 20, 28]
+    count = len(shifts)
+    kind, numbers = ir.VectorType(ir.IntType(32), count), ir.VectorType(F32, count)
+
+    def same(b: ir.IRBuilder, value: ir.Value, of: ir.Type) -> ir.Value:
+        one = b.insert_element(ir.Constant(of, ir.Undefined), value, ir.IntType(32)(0))
+        return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), count), [0] * count))
+
+    @intrinsic
+    def store(typing, y, source, scale, least):
+        def codegen(context, b, signature, args):
+            y, source, scale, least = args
+            quants = same(b, load_at(b, source, ir.IntType(32), 0, 4), kind)
+            if layout.bits == 8 and not layout.minimum:
+                high = b.shl(quants, ir.Constant(kind, [24 - shift for shift in shifts]))
+                quants = b.ashr(high, ir.Constant(kind, [24] * count))
+            else:
+                quants = b.lshr(quants, ir.Constant(kind, shifts))
+                quants = b.and_(quants, ir.Constant(kind, [(1 << layout.bits) - 1] * count))
+            if layout.bits == 4 and not layout.minimum:
+                quants = b.sub(quants, ir.Constant(kind, [8] * count))
+            values = b.fmul(b.sitofp(quants, numbers), same(b, scale, numbers))
+            if layout.minimum:
+                values = b.fadd(values, same(b, least, numbers))
+            b.store(values, at(b, y, numbers)).align = 4
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.float32, types.float32), codegen
+
+    return store
+
+
+@cache
 def element_as_f32(element: str) -> Any:
     """load(address): one element as float32."""
 
