@@ -48,6 +48,7 @@ class Command(PlainCommand):
 @contextmanager
 def _ended_well() -> Iterator[None]:
     try:
+        _keep_for_results()
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
         for knob in knobs.ALL:
@@ -70,6 +71,22 @@ def _ended_well() -> Iterator[None]:
             _give_up_stdout()
         say(Text.assemble(("error: ", "bold red"), str(error)))
         raise typer.Exit(2) from None
+
+
+def _keep_for_results() -> None:
+    """What libraries in C print, now or when the process ends, goes to stderr from here on.
+
+    Not where stdout is a terminal, whose lines are edited by such a library.
+    """
+    try:
+        if sys.stdout.fileno() != 1 or sys.stdout.isatty():
+            return
+        sys.stdout.flush()
+        own = os.dup(1)
+        os.dup2(2, 1)
+    except (OSError, ValueError):  # closed, or not a file, as in tests
+        return
+    sys.stdout = open(own, "w", encoding=sys.stdout.encoding)  # noqa: SIM115 - as long as the process
 
 
 def _give_up_stdout() -> None:

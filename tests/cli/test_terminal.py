@@ -1,0 +1,32 @@
+"""What goes to stdout, and what to stderr."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+NOISY = """
+import ctypes, json, sys
+from flashrt.cli.main import main
+
+c, dumps = ctypes.CDLL(None), json.dumps
+
+def chatty(*args, **options):
+    c.puts(b"solved")
+    c.fflush(None)
+    return dumps(*args, **options)
+
+json.dumps = chatty
+try: main()
+except SystemExit: pass
+c.puts(b"goodbye")  # stays in its buffer until the process ends
+"""
+
+
+def test_a_line_of_a_library_in_c_does_not_get_into_results() -> None:
+    """Not while the command runs, and not when the process ends."""
+    command = [sys.executable, "-c", NOISY]
+    done = subprocess.run([*command, "devices", "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["devices"]
+    assert set(done.stderr.splitlines()) == {"solved", "goodbye"}
