@@ -57,16 +57,14 @@ def channels_of(groups, tokens, tid, nth):
 def next_channels(row, groups, nbytes, tokens, tid, nth, last):
     """[first, last) of the groups of channels that a thread computes next, for the tokens of `product_run`;
     empty when there are no more. nbytes: of a group's weights; last: of those before, -1 at first."""
-    if nth > 1 and tokens <= RUN:
-        own = 3 * groups // (4 * nth)  # one whose core gives it a third less time is no later
-        if last < 0 and own > 0:
-            return own * tid, own * (tid + 1)
-        size = max(groups // (TURNS * nth), 1 + LEAST // nbytes)
-        first = min(own * nth + atomic_add(row - BACK, size), groups)
-        return first, min(first + size, groups)
-    if last >= 0:
-        return groups, groups
-    return channels_of(groups, tokens, tid, nth)
+    own = 3 * groups // (4 * nth)  # one whose core gives it a third less time is no later
+    size = max(groups // (TURNS * nth), 1 + LEAST // nbytes)
+    if nth == 1 or tokens > RUN or groups - own * nth < size * nth:  # or less is left than a turn for each
+        return channels_of(groups, tokens, tid, nth) if last < 0 else (groups, groups)
+    if last < 0 and own > 0:
+        return own * tid, own * (tid + 1)
+    first = min(own * nth + atomic_add(row - BACK, size), groups)
+    return first, min(first + size, groups)
 
 
 @inner
