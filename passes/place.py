@@ -215,8 +215,10 @@ class _Plans:
         plans = [self._plan(seats, name=name) for name, seats in ways.items()]
         if len(ways) > 1:
             for dealt in deal(self._task):
-                if all(_devices(dealt.seats) != _devices(p.seats) for p in plans):
-                    plans.append(self._plan(dealt.seats, dealt.splits, dealt.causes))
+                seats = self._beside_their_values(dealt.seats)
+                if all(_devices(seats) != _devices(p.seats) for p in plans):
+                    causes = {name: c for name, c in dealt.causes.items() if seats[name] == dealt.seats[name]}
+                    plans.append(self._plan(seats, dealt.splits, causes))
         return plans
 
     def _plan(
@@ -226,7 +228,7 @@ class _Plans:
         causes: Mapping[str, str] | None = None,
         name: str = "",
     ) -> _Plan:
-        graph, seats = self._task.graph, self._beside_their_values(seats)
+        graph = self._task.graph
         outputs = [o.value.removeprefix("%") for o in graph.outputs]
         parts = spread(graph.nodes, seats, self._joint, self._task.parts, outputs)
         env = dict(self._task.env) | {s.name: s.start for s in splits}

@@ -18,8 +18,8 @@ from flashrt.backends.cpu.intrinsics import atomic_add, inner, word
 from flashrt.backends.cpu.rows import RUN, Header
 from flashrt.ir.types import Dim
 
-TURNS = 32  # times that a thread takes channels of a product, about: 16 threads, 120 GB/s; with 8, 110; 1, 83
-LEAST = 1 << 16  # bytes of weights of a turn, about: less is over before memory answers
+TURNS = 32  # a turn is this part of an even share of a large product
+LEAST = 1 << 16  # bytes of weights of a turn at least, about, if so much is left for each
 BACK = 8 * (len(Header._fields) - Header._fields.index("taken"))  # bytes from a kernel's fields to `taken`
 RUNS = 4  # runs a thread has at least when tokens are dealt: fewer would deal them too unevenly
 
@@ -57,12 +57,12 @@ def channels_of(groups, tokens, tid, nth):
 def next_channels(row, groups, nbytes, tokens, tid, nth, last):
     """[first, last) of the groups of channels that a thread computes next, for the tokens of `product_run`;
     empty when there are no more. nbytes: of a group's weights; last: of those before, -1 at first."""
-    own = 3 * groups // (4 * nth)  # one whose core gives it a third less time is no later
-    size = max(groups // (TURNS * nth), 1 + LEAST // nbytes)
-    if nth == 1 or tokens > RUN or groups - own * nth < size * nth:  # or less is left than a turn for each
+    if nth == 1 or tokens > RUN:
         return channels_of(groups, tokens, tid, nth) if last < 0 else (groups, groups)
+    own = 3 * groups // (4 * nth)  # the rest is for those whose cores are faster, or not used by others
     if last < 0 and own > 0:
         return own * tid, own * (tid + 1)
+    size = max(groups // (TURNS * nth), min(1 + LEAST // nbytes, (groups - own * nth) // nth), 1)
     first = min(own * nth + atomic_add(row - BACK, size), groups)
     return first, min(first + size, groups)
 

@@ -342,11 +342,13 @@ class Code:
             _launch(self._driver, [step])
 
     def _until_reached(self, carry: args.Carry, epoch: int) -> None:
-        first, mark = int(self._memory.ticks.ctypes.data), self._driver.mark()
-        mark.set()
-        for address, step in zip(carry[:AT_ONCE], carry[AT_ONCE : 2 * AT_ONCE], strict=True):
-            if address:  # a mark raises where the device failed
-                wait = micro.Wait((address - first) // 8, step)
+        ticks, pairs = self._memory.ticks, zip(carry[:AT_ONCE], carry[AT_ONCE : 2 * AT_ONCE], strict=True)
+        waits = [micro.Wait((at - int(ticks.ctypes.data)) // 8, step) for at, step in pairs if at]
+        missing = [wait for wait in waits if ticks[wait.tick] < epoch + wait.step]
+        if missing:
+            mark = self._driver.mark()  # raises where the device failed
+            mark.set()
+            for wait in missing:
                 until_reached(self._memory, wait, epoch, self._device, mark.through)
 
     def _made(self, piece: Piece, env: Env, greedy: bool) -> Bucket:
@@ -392,7 +394,7 @@ class Code:
                 waits = []
             else:
                 launches = (step.fields for step in some if isinstance(step, Launch))
-                waits += [fields for fields in launches if isinstance(fields, args.Carry)]
+                waits += [fields for fields in launches if isinstance(fields, args.Carry) and fields.tick_0]
                 yield partial(_replay, self._driver.record(work))
 
     def _live(self, work: Callable[[], None], waits: Sequence[args.Carry], epoch: int) -> None:

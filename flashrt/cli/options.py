@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashrt.cli import terminal
-from flashrt.cli.terminal import progress
+from flashrt.cli.terminal import keep_for_results, progress
 from flashrt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -113,7 +113,16 @@ Live = Annotated[
         "again when a device or memory goes (default: it does)",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def _alone(value: bool) -> bool:
+    """JSON is for programs: nothing else may stand on stdout."""
+    if value:
+        keep_for_results()
+    return value
+
+
+Json = Annotated[bool, typer.Option("--json", help="print JSON", callback=_alone)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,10 @@ class Command(PlainCommand):
 
 @contextmanager
 def _ended_well() -> Iterator[None]:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
     try:
-        _keep_for_results()
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
         for knob in knobs.ALL:
@@ -73,10 +75,10 @@ def _ended_well() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def _keep_for_results() -> None:
+def keep_for_results() -> None:
     """What libraries in C print, now or when the process ends, goes to stderr from here on.
 
-    Not where stdout is a terminal, whose lines are edited by such a library.
+    Not where stdout is a terminal.
     """
     try:
         if sys.stdout.fileno() != 1 or sys.stdout.isatty():
@@ -84,7 +86,7 @@ def _keep_for_results() -> None:
         sys.stdout.flush()
         own = os.dup(1)
         os.dup2(2, 1)
-    except (OSError, ValueError):  # closed, or not a file, as in tests
+    except (OSError, ValueError):  # not a file, as in tests
         return
     sys.stdout = open(own, "w", encoding=sys.stdout.encoding)  # noqa: SIM115 - as long as the process
 

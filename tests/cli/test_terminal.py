@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 NOISY = """
 import ctypes, json, sys
 from flashrt.cli.main import main
@@ -30,3 +32,14 @@ def test_a_line_of_a_library_in_c_does_not_get_into_results() -> None:
     done = subprocess.run([*command, "devices", "--json"], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["devices"]
     assert set(done.stderr.splitlines()) == {"solved", "goodbye"}
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_stream_that_is_closed(closed: str) -> None:
+    """What belongs there goes nowhere; the rest is as ever."""
+    stream = {"stdout": ">&-", "stderr": "2>&-"}[closed]
+    code = "from flashrt.cli.main import main; main()"
+    command = f"exec {sys.executable} -c '{code}' devices --json {stream}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout == "" if closed == "stdout" else json.loads(done.stdout)["devices"]
