@@ -13,13 +13,14 @@ when the word is at least e; `!n@-1` when it is at least e-1.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flashrt.errors import DeviceError
 from flashrt.ir import micro
 from flashrt.ir.ops import ATTENTION_BF16, LINEAR_BF16
 from flashrt.ir.types import Weight
@@ -45,6 +46,19 @@ class Pause:
     def __call__(self) -> None:
         waited = time.perf_counter() - self._begun
         time.sleep(0.0 if waited < ALERT else min(max(NAPS[0], waited / 32), NAPS[1]))
+
+
+def until_reached(
+    memory: Memory, wait: micro.Wait, epoch: int, told: str, look: Callable[[], object] = lambda: None
+) -> None:
+    """A thread of Python waits for a tick. look: called meanwhile. Raises DeviceError, with what is told,
+    when the step is given up."""
+    pause = Pause()
+    while memory.ticks[wait.tick] < epoch + wait.step:
+        if memory.words[ABORT]:
+            raise DeviceError(told)
+        look()
+        pause()
 
 
 @dataclass(frozen=True, slots=True)

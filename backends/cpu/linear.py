@@ -17,7 +17,6 @@ from flashrt.backends.cpu.intrinsics import (
     copy_bytes,
     inner,
     load_index,
-    load_u8,
     operand,
     stack,
     store_f32,
@@ -216,38 +215,27 @@ def plain_embedding(element: str) -> Kernel:
 def quantised_embedding(name: str) -> Kernel:
     """Rows of a packed layout: exactly `layouts.unpack`."""
     layout = LAYOUTS[name]
-    bits, minimum, shift = layout.bits, layout.minimum, layout.block.bit_length() - 1
+    minimum, shift = layout.minimum, layout.block.bit_length() - 1
     quant_bytes, scale_bytes, block_bytes = layout.quant_bytes, layout.scale_bytes, layout.block_bytes
     number, item = element_as_f32("f32" if layout.wide else "f16"), layout.number.itemsize
-    store_word, in_word = word_as_f32(layout), 32 // bits
-
-    @inner
-    def quant(block, channel, k):
-        if bits == 8:
-            byte = load_u8(block + (k >> 2) * 64 + channel * 4 + (k & 3))
-            return types.int64(byte) if minimum else types.int64(types.int8(byte))
-        both = types.int64(load_u8(block + (k >> 3) * 64 + channel * 4 + (k & 3)))
-        return (both >> (k & 4)) & 15
+    store_word, in_word = word_as_f32(layout), 32 // layout.bits
 
     @inner
     def decode(weights, id, count, y):
         blocks, channel = (count + 31) >> 5, id & 15
         group = weights + (id >> 4) * blocks * block_bytes
         scales = group + blocks * quant_bytes + item * channel
+        tail = stack(64)
         for first in range(0, count, 1 << shift):  # numbers that share a scale
             at = scales + 16 * item * (first >> shift)
             scale = number(at)
             least = number(at + blocks * scale_bytes) if minimum else types.float32(0)
-            end = min(first + (1 << shift), count)
-            whole = first + (end - first) // in_word * in_word
-            for k in range(first, whole, in_word):
+            for k in range(first, min(first + (1 << shift), count), in_word):
                 word_at = group + (k >> 5) * quant_bytes + (k & 31) // in_word * 64 + 4 * channel
-                store_word(y + 4 * k, word_at, scale, least)
-            for k in range(whole, end):
-                q = quant(group + (k >> 5) * quant_bytes, channel, k & 31)
-                if minimum:
-                    store_f32(y + 4 * k, scale * types.float32(q) + least)
+                if count - k >= in_word:
+                    store_word(y + 4 * k, word_at, scale, least)
                 else:
-                    store_f32(y + 4 * k, scale * types.float32(q if bits == 8 else q - 8))
+                    store_word(tail, word_at, scale, least)
+                    copy_bytes(y + 4 * k, tail, 4 * (count - k))
 
     return _embedding(decode)

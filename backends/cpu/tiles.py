@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from flashrt.backends.cpu.intrinsics import F32, I16, I64, at, emit_prefetch, intrinsic
+from flashrt.backends.cpu.intrinsics import F32, I16, I32, I64, at, emit_prefetch, intrinsic
 from flashrt.backends.cpu.vector import LANES, VI, VS, V, constant, masked_load, muladd, splat, tree
 from flashrt.layouts import BLOCK, Layout
 
@@ -208,17 +208,13 @@ def word_as_f32(layout: Layout) -> Any:
     4 bits, or 4 of 8."""
     shifts = [0, 8, 16, 24] if layout.bits == 8 else [0, 8, 16, 24, 4, 12, 20, 28]
     count = len(shifts)
-    kind, numbers = ir.VectorType(ir.IntType(32), count), ir.VectorType(F32, count)
-
-    def same(b: ir.IRBuilder, value: ir.Value, of: ir.Type) -> ir.Value:
-        one = b.insert_element(ir.Constant(of, ir.Undefined), value, ir.IntType(32)(0))
-        return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), count), [0] * count))
+    kind, numbers = ir.VectorType(I32, count), ir.VectorType(F32, count)
 
     @intrinsic
     def store(typing, y, source, scale, least):
         def codegen(context, b, signature, args):
             y, source, scale, least = args
-            quants = same(b, load_at(b, source, ir.IntType(32), 0, 4), kind)
+            quants = splat(b, load_at(b, source, I32, 0, 4), count)
             if layout.bits == 8 and not layout.minimum:
                 high = b.shl(quants, ir.Constant(kind, [24 - shift for shift in shifts]))
                 quants = b.ashr(high, ir.Constant(kind, [24] * count))
@@ -227,9 +223,9 @@ def word_as_f32(layout: Layout) -> Any:
                 quants = b.and_(quants, ir.Constant(kind, [(1 << layout.bits) - 1] * count))
             if layout.bits == 4 and not layout.minimum:
                 quants = b.sub(quants, ir.Constant(kind, [8] * count))
-            values = b.fmul(b.sitofp(quants, numbers), same(b, scale, numbers))
+            values = b.fmul(b.sitofp(quants, numbers), splat(b, scale, count))
             if layout.minimum:
-                values = b.fadd(values, same(b, least, numbers))
+                values = b.fadd(values, splat(b, least, count))
             b.store(values, at(b, y, numbers)).align = 4
             return context.get_dummy_value()
 

@@ -49,11 +49,11 @@ def constant(value: float) -> ir.Constant:
     return ir.Constant(V, [value] * LANES)
 
 
-def splat(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+def splat(builder: ir.IRBuilder, value: ir.Value, lanes: int = LANES) -> ir.Value:
     """The scalar in all lanes."""
-    kind = ir.VectorType(value.type, LANES)
+    kind, order = ir.VectorType(value.type, lanes), ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(VI, [0] * LANES))
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), order)
 
 
 def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from flashrt.backend import ABORT, I64, U8, Compute, Memory, Pause, Place
+from flashrt.backend import ABORT, I64, U8, Compute, Memory, Pause, Place, until_reached
 from flashrt.backends.cuda import args
 from flashrt.backends.cuda.args import Launch, Live, Step, Work, launch
 from flashrt.backends.cuda.driver import Driver, Mark
@@ -43,7 +43,7 @@ from flashrt.backends.cuda.kernels import KIND
 from flashrt.backends.cuda.linear import few, joined, takes
 from flashrt.backends.cuda.operands import Operands, Scratch, Sizes, Twin, address_of
 from flashrt.backends.cuda.sample import greedy_only
-from flashrt.backends.cuda.ticks import AT_ONCE, Ticks, carries, until_reached
+from flashrt.backends.cuda.ticks import AT_ONCE, Ticks, carries
 from flashrt.backends.cuda.tiles import in_tiles
 from flashrt.errors import DeviceError
 from flashrt.ir import micro
@@ -348,8 +348,9 @@ class Code:
         if missing:
             mark = self._driver.mark()  # raises where the device failed
             mark.set()
+            told = f"{self._device}: interrupted in step {epoch}"
             for wait in missing:
-                until_reached(self._memory, wait, epoch, self._device, mark.through)
+                until_reached(self._memory, wait, epoch, told, mark.through)
 
     def _made(self, piece: Piece, env: Env, greedy: bool) -> Bucket:
         """A new bucket; where memory is lacking, without any of the old ones."""

@@ -12,9 +12,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from flashrt.backend import I64, Memory, Move, Place, Rect
+from flashrt.backend import I64, Memory, Move, Place, Rect, until_reached
 from flashrt.backends.cuda.driver import Driver
-from flashrt.backends.cuda.ticks import until_reached
 
 
 class Moves:
@@ -28,13 +27,13 @@ class Moves:
 
     def run(self, epoch: int) -> None:
         """Waits, copies, signals; returns when all is through. Raises DeviceError when it is interrupted."""
-        first = int(self._memory.ticks.ctypes.data)
+        first, told = int(self._memory.ticks.ctypes.data), f"{self._device}: interrupted in step {epoch}"
         self._copies.begin()
         try:
             for at, (move, pairs) in enumerate(zip(self._moves, self._pairs, strict=True)):
                 self.stamps[at, 0] = time.perf_counter_ns()
                 for wait in move.waits:
-                    until_reached(self._memory, wait, epoch, self._device)
+                    until_reached(self._memory, wait, epoch, told)
                 self.stamps[at, 1:] = time.perf_counter_ns()
                 if pairs:
                     self._copies.copy(pairs, at)

@@ -23,17 +23,12 @@ from flashrt.ir.types import size
 MANY = 64  # tokens of a bucket above which the library runs
 
 
-def known(instr: micro.Dispatch) -> bool:
-    """Whether the library knows this attention, of however many tokens."""
-    plain = instr.attr("causal", True) is not False and not instr.attr("window", 0)
-    plain = plain and not instr.attr("softcap", 0.0) and len(instr.args) == 4
-    return instr.numerics == ATTENTION_BF16 and plain
-
-
 def possible(instr: micro.Dispatch, ops: Operands) -> bool:
     """Whether the library knows this attention, and the host the step's positions."""
+    plain = instr.attr("causal", True) is not False and not instr.attr("window", 0)
+    plain = plain and not instr.attr("softcap", 0.0) and len(instr.args) == 4
     many = ops.number(ops.tensor(instr.args[0]).rows) > MANY
-    return known(instr) and many and all(_root(a, ops) for a in instr.args[1:4])
+    return instr.numerics == ATTENTION_BF16 and plain and many and all(_root(a, ops) for a in instr.args[1:4])
 
 
 def _root(arg: micro.Arg, ops: Operands) -> bool:

@@ -6,14 +6,13 @@ reached, and sets those that others wait for. Copies to and from the host's memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from flashrt.backend import ABORT, I64, Memory, Pause
+from flashrt.backend import ABORT, I64, Memory
 from flashrt.backends.cuda.args import Carry, Step, launch
 from flashrt.backends.cuda.fuse import Joint
 from flashrt.backends.cuda.operands import Operands, Tensor
-from flashrt.errors import DeviceError
 from flashrt.ir import micro
 
 AT_ONCE = 4  # ticks that one kernel waits for
@@ -80,18 +79,6 @@ class Ticks:
             through = int(ops.scratch("carry through", 4).data_ptr())
             fields = fields._replace(signal=ticks + 8 * signal, through=through)
         return launch("carry", (blocks,), THREADS, fields)
-
-
-def until_reached(
-    memory: Memory, wait: micro.Wait, epoch: int, device: str, look: Callable[[], object] = lambda: None
-) -> None:
-    """The host waits for a tick. look: called meanwhile. Raises DeviceError when the step is interrupted."""
-    pause = Pause()
-    while memory.ticks[wait.tick] < epoch + wait.step:
-        if memory.words[ABORT]:
-            raise DeviceError(f"{device}: interrupted in step {epoch}")
-        look()
-        pause()
 
 
 def carries(joint: Joint, ops: Operands) -> bool:

@@ -34,10 +34,10 @@ from flashrt.backend import (
     Move,
     Mover,
     OpenDevice,
-    Pause,
     Place,
     Rect,
     Remote,
+    until_reached,
 )
 from flashrt.errors import DeviceError, ProgramError
 from flashrt.ir import micro
@@ -494,7 +494,7 @@ class Executor:
         def run(epoch: int) -> None:
             stamps[0, 0] = time.perf_counter_ns()
             for wait in instr.waits:
-                self._await(wait, epoch)
+                until_reached(self.memory, wait, epoch, "interrupted")
             stamps[0, 1] = time.perf_counter_ns()
             work()
             if instr.signals is not None:
@@ -502,13 +502,6 @@ class Executor:
             stamps[0, 2] = time.perf_counter_ns()
 
         return Unit((index,), run, lambda: stamps)
-
-    def _await(self, wait: micro.Wait, epoch: int) -> None:
-        pause = Pause()
-        while self.memory.ticks[wait.tick] < epoch + wait.step:
-            if self.memory.words[ABORT]:
-                raise DeviceError("interrupted")
-            pause()
 
     def _transfer(self, instr: micro.Transfer) -> Callable[[], None]:
         """What copies a slot: where from and to is worked out when a size that it depends on has changed."""
