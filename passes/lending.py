@@ -56,11 +56,22 @@ class Lending:
         return covers(self.held.get((weight, device)), rows)
 
     def passes(self, weight: Weight, rows: Rows, device: str) -> bool:
-        """Whether these rows can pass through a device that doesn't keep them."""
+        """Whether these rows can pass through a device that doesn't keep them, as one block."""
         size = aligned(block_bytes(weight, *rows))
-        fits = SMALL < size <= self.rings.get(device, 0) // BLOCKS
-        lent, _ = self.lent.get(weight.name, (None, ""))
-        return fits and covers(lent, rows) and not self.there(weight.name, rows, device)
+        return size <= self.rings.get(device, 0) // BLOCKS and self.lends(weight, rows, device)
+
+    def lends(self, weight: Weight, rows: Rows, device: str) -> bool:
+        """Whether a device with a ring could have these rows, which it doesn't keep, from the host's memory,
+        in blocks that fit."""
+        large = aligned(block_bytes(weight, *rows)) > SMALL and device in self.rings
+        return large and self._lender(weight, rows) != "" and not self.there(weight.name, rows, device)
+
+    def _lender(self, weight: Weight, rows: Rows) -> str:
+        """The weight of which the host's memory keeps these rows: this one, or the one it is a part of."""
+        for name, wanted in ((weight.name, rows), (weight.of, weight.in_whole(*rows))):
+            if wanted and name in self.lent and covers(self.lent[name][0], wanted):
+                return name
+        return ""
 
     def lenders(self, stream: micro.Stream) -> tuple[micro.Block, ...]:
         """The blocks of the host's memory from which those of a stream come that pass through a device, as
@@ -70,10 +81,11 @@ class Lending:
         for block in (b for b in stream.blocks if b.home == "ring"):
             weight = weights[block.name]
             if self.passes(weight, (block.lo, block.hi), block.device):
-                (lo, hi), device = self.lent[block.name]
-                if (block.name, device) not in there:
-                    size = block_bytes(weight, lo, hi)
-                    out[block.name, device] = micro.Block(block.name, device, lo, hi, size, "resident")
+                name = self._lender(weight, (block.lo, block.hi))
+                (lo, hi), device = self.lent[name]
+                if (name, device) not in there:
+                    size = block_bytes(weights[name], lo, hi)
+                    out[name, device] = micro.Block(name, device, lo, hi, size, "resident")
         return tuple(out.values())
 
     def copied(self, weight: Weight, device: str) -> int:

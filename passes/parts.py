@@ -154,6 +154,16 @@ class Parts:
         made = node if lo == 0 else plain(node)
         return replace(made, inputs=(made.inputs[0], f"@{part.name}", *made.inputs[2:]))
 
+    def some_rows(self, node: logical.Node, lo: int, hi: int) -> logical.Node:
+        """A product, without bias and residual, with rows [lo, hi) of its weight, whole row groups."""
+        whole = self.weights[node.inputs[1][1:]]
+        part = replace(
+            whole, name=f"{whole.name}.{lo}:{hi}", of=whole.name, rows=(lo, hi),
+            type=whole.type.with_shape(hi - lo, *whole.type.shape[1:]),
+        )  # fmt: skip
+        self.weights[part.name] = part
+        return replace(node, type=_narrow(node, hi - lo), inputs=(node.inputs[0], f"@{part.name}"))
+
     def adds_up(self, node: logical.Node) -> bool:
         """Whether a product could be the sum of its parts: whole blocks of its columns."""
         group = self.groups.get(node.inputs[0][1:])

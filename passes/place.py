@@ -36,6 +36,7 @@ from flashrt.passes.cost import Costs, block_bytes, kernel_of
 from flashrt.passes.deal import deal
 from flashrt.passes.lending import covers
 from flashrt.passes.parts import Parts
+from flashrt.passes.pieces import EVEN, cuttable, in_pieces
 from flashrt.passes.pins import Pin, pinned
 from flashrt.passes.price import Prices, finish
 from flashrt.passes.shard import Cut
@@ -202,6 +203,8 @@ class _Plans:
         self._kept = task.earlier.held()
         self._streaming_before = task.earlier.streaming()
         self._lending = task.earlier.lending(task.machine)
+        # of large steps
+        self._rings = {} if task.earlier.rings else self._lending.rings
 
     def all(self, splits: tuple[physical.Split, ...]) -> list[_Plan]:
         """Each device by itself, then several together. splits: in seats that are settled."""
@@ -219,7 +222,39 @@ class _Plans:
                 if all(_devices(seats) != _devices(p.seats) for p in plans):
                     causes = {name: c for name, c in dealt.causes.items() if seats[name] == dealt.seats[name]}
                     plans.append(self._plan(seats, dealt.splits, causes))
+                    if shared := self._with_the_link(seats):
+                        told = dict.fromkeys(shared, "the others' weights come over the link meanwhile")
+                        plans.append(self._plan({**seats, **shared}, dealt.splits, causes | told))
         return plans
+
+    def _with_the_link(self, seats: Mapping[str, Seat]) -> dict[str, Seat]:
+        """Large products of a host of which a ring's device makes some channels: the link brings their
+        weights while the host computes the others."""
+        out: dict[str, Seat] = {}
+        for gpu, ring in self._rings.items():
+            for node in self._task.graph.nodes:
+                seat = seats.get(node.name)
+                if node.name in self._task.fixed or not isinstance(seat, Whole) or node.op != "linear":
+                    continue
+                if self._task.obstacle(node, gpu) or not cuttable(node):
+                    continue
+                weight = self._task.weights[node.inputs[1][1:]]
+                n = weight.type.shape[0]
+                assert isinstance(n, int)
+                nbytes = block_bytes(weight)
+                if not self._lending.lends(weight, (0, n), gpu) or nbytes < ring or seat.device == gpu:
+                    continue
+                machine = self._task.machine
+                host = machine.device(seat.device)
+                link = machine.link(*weight_road(machine.device(gpu), machine)).rate.value
+                computed = (host.gemv or host.read).value
+                # half of the ring has arrived when the host begins
+                ahead = ring / 2 / link
+                some = (nbytes / computed + ahead) * link * computed / (link + computed)
+                cut = int(n * some / nbytes) // EVEN * EVEN
+                if 0 < cut < n:
+                    out[node.name] = Shared((gpu, seat.device), (0, cut, n))
+        return out
 
     def _plan(
         self,
@@ -231,6 +266,8 @@ class _Plans:
         graph = self._task.graph
         outputs = [o.value.removeprefix("%") for o in graph.outputs]
         parts = spread(graph.nodes, seats, self._joint, self._task.parts, outputs)
+        if self._rings:
+            parts = in_pieces(parts, self._task.parts, self._lending)
         env = dict(self._task.env) | {s.name: s.start for s in splits}
         prices = Prices(graph, self._task.costs, self._task.machine, env)
         nodes = tuple(_node(part, prices) for part in parts)
@@ -352,7 +389,7 @@ def _node(part: Part, prices: Prices) -> physical.Node:
     if part.merge:
         return physical.Node(
             name=part.name, op="merge", inputs=part.inputs, type=part.type, device=part.device,
-            of=part.of, est=cost.est, origin=node.origin,
+            of=part.of, shard=shard, est=cost.est, origin=node.origin,
         )  # fmt: skip
     return physical.Node(
         name=part.name, op=f"host.{node.op}" if part.host else node.op, inputs=part.inputs,

@@ -385,6 +385,13 @@ class Weight:
     columns: tuple[int, ...] = ()
     turned: int = 0
 
+    def in_whole(self, lo: int, hi: int) -> tuple[int, int] | None:
+        """Where rows [lo, hi) are in the weight of which this one is some rows side by side; None where it
+        isn't."""
+        if not self.of or len(self.rows) != 2 or self.columns or self.turned:
+            return None
+        return self.rows[0] + lo, self.rows[0] + hi
+
 
 @dataclass(frozen=True, slots=True)
 class State:

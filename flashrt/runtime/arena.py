@@ -322,11 +322,17 @@ class Residents:
         of them do."""
         key = (device, weight, lo, hi)
         if not self._ways.get(key):
-            pools = {d.spec.pool or id for id, d in self.devices.items() if id not in self._remotes}
-            rows = [x for pool in sorted({self._pool(device), *pools})
-                    for x in list(self._kept.get((weight, pool), ()))]  # fmt: skip
-            self._ways[key] = _covered(rows, weight, lo, hi)
+            self._ways[key] = self._found(device, weight, lo, hi)
+            if not self._ways[key] and (rows := weight.in_whole(lo, hi)):
+                wholes = {w for w, _ in list(self._kept) if (w.name, w.layout) == (weight.of, weight.layout)}
+                self._ways[key] = [x for whole in wholes for x in self._found(device, whole, *rows)]
         return self._ways[key]
+
+    def _found(self, device: str, weight: Weight, lo: int, hi: int) -> list[Place]:
+        pools = {d.spec.pool or id for id, d in self.devices.items() if id not in self._remotes}
+        rows = [x for pool in sorted({self._pool(device), *pools})
+                for x in list(self._kept.get((weight, pool), ()))]  # fmt: skip
+        return _covered(rows, weight, lo, hi)
 
     def fill(self, device: str, weight: Weight, lo: int, hi: int, place: Place) -> None:
         """Brings rows [lo, hi) of a weight to a place: from where they lie already, else from the source."""

@@ -1,0 +1,63 @@
+"""Cuts products whose weights pass through a device's memory into pieces.
+
+While one computes, the next arrives, and as soon as it is through there is room for another.
+
+%y = linear(%x,@w) device=gpu:0   →   %y/0 = linear(%x,@w.0:64) shard=[0:64] part=[0:64] device=gpu:0
+                                      %y/1 = linear(%x,@w.64:128) shard=[64:128] part=[64:128] device=gpu:0
+                                      %y = merge(%y/0,%y/1) device=gpu:0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+from flashrt.ir import logical
+from flashrt.passes.cost import block_bytes
+from flashrt.passes.lending import Lending
+from flashrt.passes.parts import EPILOGUES, Parts
+from flashrt.passes.spread import Part
+
+PIECES = 4
+EVEN = 128  # rows that pieces are multiples of: what libraries like best
+
+
+def in_pieces(parts: Iterable[Part], made: Parts, lending: Lending) -> list[Part]:
+    """The parts of a graph, with pieces of products instead of those whose weights are too large for that."""
+    return [piece for part in parts for piece in _cut(part, made, lending)]
+
+
+def cuttable(node: logical.Node) -> bool:
+    """Whether a node is a product that pieces can be made of: nothing is added to it."""
+    return node.op == "linear" and not any(node.attr(key) for key in EPILOGUES)
+
+
+def _cut(part: Part, made: Parts, lending: Lending) -> Iterator[Part]:
+    ends = _ends(part, made, lending)
+    if len(ends) < 3:
+        yield part
+        return
+    base, width = part.lo or 0, part.node.type.shape[-1]
+    assert isinstance(base, int) and isinstance(width, int)
+    names = []
+    for at, (lo, hi) in enumerate(pairwise(ends)):
+        node = made.some_rows(part.node, lo, hi)
+        inputs = (*part.inputs[:1], node.inputs[1])
+        names.append(f"{part.name}/{at}")
+        yield replace(part, name=names[-1], node=node, inputs=inputs, lo=lo, hi=hi, shares=(lo, hi, width))
+    yield replace(part, inputs=tuple(f"%{name}" for name in names), merge=True)
+
+
+def _ends(part: Part, made: Parts, lending: Lending) -> list[int]:
+    """Where the pieces of a product begin, and its end."""
+    if not cuttable(part.node) or part.merge or part.sum or part.shares:
+        return []
+    weight = made.weights[part.node.inputs[1][1:]]
+    n = weight.type.shape[0]
+    lo, hi = (0, n) if part.lo is None or part.hi is None else (part.lo, part.hi)
+    if not isinstance(lo, int) or not isinstance(hi, int) or not lending.lends(weight, (lo, hi), part.device):
+        return []
+    count = -(-block_bytes(weight, lo, hi) * PIECES // lending.rings[part.device])
+    each = -(-(hi - lo) // (count * EVEN)) * EVEN
+    return [*range(lo, hi, each), hi]
