@@ -242,6 +242,21 @@ class Ahead(Protocol):
         """Until nothing is under way, whatever comes of it."""
 
 
+@runtime_checkable
+class Starts(Protocol):
+    """What loaded code is besides, where its device may run a step without the thread that started it.
+    Methods raise DeviceError as `run` does; then nothing is under way."""
+
+    def start(self, epoch: int) -> bool:
+        """Has a step run if nothing of it needs the host before it is through; whether that is so."""
+
+    def end(self, epoch: int) -> None:
+        """Until a step that was started is through."""
+
+    def drop(self) -> None:
+        """Until nothing is under way, whatever comes of it."""
+
+
 class Backend(Protocol):
     """One kind of device."""
 

@@ -32,6 +32,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flashrt.backend import ABORT, I64, U8, Compute, Memory, Pause, Place, until_reached
 from flashrt.backends.cuda import args
@@ -56,7 +57,7 @@ PULLING = 64  # blocks of it, at most
 PUSHED = 4 << 10  # bytes of an output that a kernel brings to the host, at most
 KEPT = 64  # buckets of a piece
 NOTHING: Mapping[int, int] = MappingProxyType({})
-Key = tuple[object, ...]
+Key = tuple[int, ...]
 Replay = Callable[[int], object]  # takes the step's number
 
 
@@ -65,7 +66,7 @@ class Bucket:
     """The launches of a piece for one bucket, and how they are enqueued: one by one, then recorded.
 
     table: what its first kernel reads, [sizes and inputs, 3]: from, to, bytes. fed: inputs that come from
-    results there. replay: recorded stretches, and what is done live between them.
+    results there. replay: recorded stretches, and what is done live between them. recorded: whether all is.
     """
 
     steps: list[Work]
@@ -73,6 +74,7 @@ class Bucket:
     table: I64
     fed: Mapping[int, int] | None = field(default_factory=dict)
     replay: list[Replay] = field(default_factory=list)
+    recorded: bool = False
     runs: int = 0
 
 
@@ -88,6 +90,29 @@ class Part:
     ticks: Ticks | None
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What kernels tell of the parts of a piece.
+
+    times: [parts, 3], pinned: came, went on, ended, by the device's clock. waits, signals: whether a part
+    tells the first two, and the last one. first: its first instruction; part_of: the part of each instruction.
+    """
+
+    times: I64
+    waits: NDArray[np.bool_]
+    signals: NDArray[np.bool_]
+    first: I64
+    part_of: I64
+
+    @staticmethod
+    def of(cuts: Sequence[Sequence[int]], driver: Driver) -> Told:
+        """For parts of these instructions; what each tells is still missing."""
+        times = driver.pinned(24 * len(cuts)).view(np.int64).reshape(-1, 3)
+        part_of = np.repeat(np.arange(len(cuts)), [len(cut) for cut in cuts])
+        none = np.zeros((2, len(cuts)), bool)
+        return Told(times, none[0], none[1], np.array([cut[0] for cut in cuts], np.int64), part_of)
+
+
 @dataclass(slots=True)
 class Piece:
     """Instructions that run without the host's looking at ticks.
@@ -95,8 +120,8 @@ class Piece:
     parts: the stretches between ticks that kernels look at. waits: of the first instruction, for ticks from
     outside that the host looks at; signals: ticks, those that somebody outside waits for at the end, which
     the device sets behind it, or the host. symbols: and splits that its sizes depend on. inputs: slots.
-    samples: whether it draws tokens. end: stands behind the last run. buckets: by key, the one that ran last
-    at the end.
+    samples: whether it draws tokens. end: stands behind the last run. told: where kernels look at ticks, what
+    they tell. buckets: by key, the one that ran last at the end.
     """
 
     parts: tuple[Part, ...]
@@ -106,6 +131,7 @@ class Piece:
     inputs: tuple[int, ...]
     samples: bool
     end: Mark
+    told: Told | None = None
     buckets: OrderedDict[Key, Bucket] = field(default_factory=OrderedDict)
 
 
@@ -152,7 +178,8 @@ class Code:
         self._sizes = Sizes(here.view(np.int64), int(self._sizes_there.data_ptr()))
         self._sampled = self._sampling(instrs)
         self._most = {s.name: s.hi for s in stream.symbols}
-        self._splits = tuple(s.name for s in stream.splits)
+        self._symbols = [*self._most, *(s.name for s in stream.splits)]
+        self._words_of = np.array([memory.word_of(name) for name in self._symbols], np.int64)
         rows_of(instrs)  # finds what is wrong with biases now
         # what else computes wants the cores that a thread would spend on looking at the device
         self._alone = all(i.device == device for i in stream.instrs if isinstance(i, Compute))
@@ -203,6 +230,31 @@ class Code:
                     self._driver.wait()
                 running[0].end.wait()
                 self._ended(running.popleft(), epoch)
+
+    # ---- flashrt.backend.Starts
+    def start(self, epoch: int) -> bool:
+        env, piece = self._env(), self._pieces[0]
+        found = piece.buckets.get(self._key(piece, env)) if piece.told is not None else None
+        if found is None or not found.recorded or not self._driver.apart:
+            return False
+        self._sizes.write(env, epoch)
+        with self._driver.at_work(), self._stopped_on_failure():
+            try:
+                self.stamps[0] = time.perf_counter_ns()
+                self._enqueue(piece, env, epoch)
+                piece.end.set()
+            except BaseException:
+                self._memory.words[ABORT] = 1  # those that kernels wait for haven't begun
+                raise
+        return True
+
+    def end(self, epoch: int) -> None:
+        (piece,) = self._pieces
+        with self._stopped_on_failure():
+            if self._alone:
+                self._driver.wait()
+            piece.end.wait()
+            self._ended(piece, epoch)
 
     @contextmanager
     def _stopped_on_failure(self) -> Iterator[None]:
@@ -264,7 +316,7 @@ class Code:
     def _ended(self, piece: Piece, epoch: int) -> None:
         """A piece is through: its time, from the end of the one before at the earliest, and its ticks."""
         now = time.perf_counter_ns()
-        if piece.parts[0].ticks is not None:
+        if piece.told is not None:
             self._look_at_ticks(piece, now)
         else:
             first, *others = piece.parts[0].indices
@@ -279,24 +331,21 @@ class Code:
         """The times of parts as their kernels told them. Raises DeviceError when they gave up waiting."""
         if self._memory.words[ABORT]:
             raise DeviceError(f"{self._device}: interrupted")
+        told = piece.told
+        assert told is not None
         # the first kernel begins when it is launched, or some microseconds later
-        apart = int(self.stamps[piece.parts[0].indices[0], 1] - self._begun[0])
-        last = int(self._begun[0])
-        for part, after in zip(piece.parts, (*piece.parts[1:], None), strict=True):
-            assert part.ticks is not None
-            came, went_on, ended = part.ticks.stamps.tolist()
-            if not part.ticks.waits:
-                came = went_on = last
-            if not part.ticks.signals:  # the next one waits, or it is the last one
-                ended = int(after.ticks.stamps[0]) if after is not None and after.ticks else now - apart
-            first, *others = part.indices
-            self.stamps[first] = came + apart, went_on + apart, ended + apart
-            self.stamps[others] = ended + apart
-            last = ended
+        begun = int(self._begun[0])
+        apart = int(self.stamps[0, 1]) - begun
+        came, went_on, ended = told.times.T
+        # a part that signals nothing ends when the next one, which waits then, comes, or is the last one
+        ended = np.where(told.signals, ended, np.append(came[1:], now - apart))
+        before = np.append(begun, ended[:-1])
+        self.stamps[:] = ended[told.part_of, None] + apart
+        self.stamps[told.first, 0] = np.where(told.waits, came, before) + apart
+        self.stamps[told.first, 1] = np.where(told.waits, went_on, before) + apart
 
     def _env(self) -> dict[str, int]:
-        names = [*self._most, *self._splits]
-        return {name: int(self._memory.words[self._memory.word_of(name)]) for name in names}
+        return dict(zip(self._symbols, self._memory.words[self._words_of].tolist(), strict=True))
 
     def _await(self, piece: Piece, epoch: int, running: deque[Piece]) -> None:
         """Until what a piece needs from outside is there; those under way signal meanwhile."""
@@ -311,12 +360,11 @@ class Code:
             raise DeviceError(f"{self._device}: interrupted in step {epoch}")
 
     def _enqueue(self, piece: Piece, env: Env, epoch: int, fed: Mapping[int, int] = NOTHING) -> None:
-        at = {n: bucket(env[n], self._most[n]) if n in self._most else env[n] for n in piece.symbols}
-        greedy = piece.samples and self._greedy(env)
-        key: Key = (*at.values(), greedy)
+        key = self._key(piece, env)
         found = piece.buckets.get(key)
         if found is None:
-            found = piece.buckets[key] = self._made(piece, at, greedy)
+            sizes = dict(zip(piece.symbols, key, strict=False))
+            found = piece.buckets[key] = self._made(piece, sizes, bool(key[-1]))
             self._sizes.write(env, epoch)  # pieces under way may read them, too: as they were
             if len(piece.buckets) > KEPT:
                 self._driver.wait()  # it may be under way
@@ -329,10 +377,16 @@ class Code:
         found.runs += 1
         if found.runs == 2:
             found.replay = self._recording(found.steps)
+            found.recorded = bool(found.replay) and not any(isinstance(step, Live) for step in found.steps)
         for work in found.replay:
             work(epoch)
         if not found.replay:
             self._launch_each(found.steps, epoch)
+
+    def _key(self, piece: Piece, env: Env) -> Key:
+        """Of a bucket: sizes in the order of `piece.symbols`, and whether all tokens are the likeliest."""
+        sizes = (bucket(env[n], self._most[n]) if n in self._most else env[n] for n in piece.symbols)
+        return (*sizes, piece.samples and self._greedy(env))
 
     def _launch_each(self, steps: Sequence[Work], epoch: int) -> None:
         """Enqueues steps one by one; kernels that wait for the host when they need to wait no more."""
@@ -413,15 +467,16 @@ class Code:
         # recording waits until all GPUs are through: one would wait for a kernel that waits for another
         gpus = {i.device for i in self._memory.stream.instrs if i.device.startswith(f"{KIND}:")}
         if self._driver.polls and len(gpus) == 1:
-            times = self._driver.pinned(24 * len(cuts)).view(np.int64).reshape(-1, 3)
+            told = Told.of(cuts, self._driver)
             loads = {i.signals for i in self._memory.stream.instrs if isinstance(i, micro.Prefetch)}
             parts = []
-            for cut, stamps in zip(cuts, times, strict=True):
+            for at, (cut, stamps) in enumerate(zip(cuts, told.times, strict=True)):
                 some = tuple(instrs[i] for i in cut)
                 signals = tuple(i.signals for i in some if i.signals in asked and i.signals is not None)
                 ticks = Ticks(self._memory, _outside(some, inner), signals, stamps, loads)
                 parts.append(Part(some, cut, ticks))
-            yield self._piece(tuple(parts), (), ())
+                told.waits[at], told.signals[at] = bool(ticks.waits), bool(signals)
+            yield replace(self._piece(tuple(parts), (), ()), told=told)
             return
         for cut in cuts:
             some = tuple(instrs[i] for i in cut)

@@ -8,6 +8,7 @@ copies is a thread and goes one way, so it waits neither for kernels nor for wha
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 import weakref
@@ -64,6 +65,7 @@ class Driver(Protocol):
     limits: Limits
     polls: bool  # whether its kernels may wait for the host: no watchdog ends them
     signals: bool  # whether it has `signal` and `copier`
+    apart: bool  # whether kernels run beside the thread that enqueues them
 
     def alloc(self, nbytes: int) -> Any:
         """Zeroed device memory as a tensor of bytes. Raises MemoryError, with the bytes that are free."""
@@ -133,6 +135,7 @@ class GpuDriver:
             together=self._attribute(index, "MPS_ENABLED") == 0,
         )
         self.polls = self._attribute(index, "KERNEL_EXEC_TIMEOUT") == 0
+        self.apart = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0")
         self._overlaps = (found.major, found.minor) >= (9, 0)
         self._context = self._check(driver.cuCtxGetCurrent())
         own = "a" if (found.major, found.minor) == (9, 0) else ""  # with what only this architecture has

@@ -49,12 +49,13 @@ class Matrix:
 class Sizes:
     """Sizes that kernels read from device memory, since they change from step to step.
 
-    here: pinned; address: of the same in device memory.
+    here: pinned; address: of the same in device memory. written: at which symbols, and how many.
     """
 
     here: I64
     address: int
     index: dict[Dim, int] = field(default_factory=dict)
+    written: list[object] = field(default_factory=list)
 
     def at(self, dim: Dim) -> int:
         """Device address of a size."""
@@ -74,8 +75,11 @@ class Sizes:
 
     def write(self, env: Env, epoch: int) -> None:
         """The sizes at these symbols, and the step's number."""
-        for dim, place in self.index.items():
-            self.here[place] = size(dim, env)
+        if self.written != [env, len(self.index)]:
+            self.written.clear()  # first: Ctrl-C may strike while they change
+            for dim, place in self.index.items():
+                self.here[place] = size(dim, env)
+            self.written[:] = dict(env), len(self.index)
         self.here[0] = epoch
 
 

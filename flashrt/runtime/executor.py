@@ -37,6 +37,7 @@ from flashrt.backend import (
     Place,
     Rect,
     Remote,
+    Starts,
     until_reached,
 )
 from flashrt.errors import DeviceError, ProgramError
@@ -58,12 +59,13 @@ NONE_HERE: Mapping[int, U8] = MappingProxyType({})
 class Unit:
     """A piece of a lane: instructions first…last (indices into the stream) and what runs them.
 
-    stamps: their trace of the last run.
+    stamps: their trace of the last run. code: what may run by itself.
     """
 
     indices: tuple[int, ...]
     run: Callable[[int], None]
     stamps: Callable[[], I64]
+    code: Starts | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -277,26 +279,38 @@ class Executor:
 
     def _run(self, epoch: int) -> None:
         if self._alone:
-            self._run_here(self._lanes[0], epoch)
+            self._run_here(self._lanes[0].device, partial(self._lanes[0].run, epoch))
             self._raise()
             return
         self._let_rest(epoch)
         awake = [lane for lane in self._lanes if lane not in self._resting]
-        # one lane that is waited for anyway runs here: a thread less to be woken
-        mine = next((lane for lane in awake if lane.lane == COMPUTE), None)
-        ends = [(lane.lane, lane.post(epoch)) for lane in awake if lane is not mine]
+        # what is waited for anyway is begun here, and one lane runs here: threads less to be woken
+        begun = [lane for lane in awake if self._begins_here(lane, epoch)]
+        others = [lane for lane in awake if lane not in begun]
+        mine = next((lane for lane in others if lane.lane == COMPUTE), None)
+        ends = [(lane.lane, lane.post(epoch)) for lane in others if lane is not mine]
         if mine is not None:
-            self._run_here(mine, epoch)
+            self._run_here(mine.device, partial(mine.run, epoch))
+        for lane in begun:
+            self._run_here(lane.device, partial(lane.end, epoch))
         for name, end in ends:
             if name == COMPUTE:
                 end.wait()
         self._raise()
 
-    def _run_here(self, lane: _Lane, epoch: int) -> None:
+    def _run_here(self, device: str, work: Callable[[], None]) -> None:
         try:
-            lane.run(epoch)
+            work()
+        except Exception as error:
+            self._failed(device, error)
+
+    def _begins_here(self, lane: _Lane, epoch: int) -> bool:
+        """Whether a lane runs by itself from now on, or has failed."""
+        try:
+            return lane.lane == COMPUTE and lane.begin(epoch)
         except Exception as error:
             self._failed(lane.device, error)
+            return True
 
     def _let_rest(self, epoch: int) -> None:
         """Finds the lanes that have nothing to do in this step, and reaches their ticks for them."""
@@ -378,9 +392,11 @@ class Executor:
         for begun in self._flights:
             begun.gave_up = True
         self._flights.clear()
-        if self._whole is not None:
-            with suppress(DeviceError):  # which the step that failed tells of
-                self._whole.drop()
+        own = [lane.alone for lane in self._lanes]
+        for code in (self._whole, *own):
+            if code is not None:
+                with suppress(DeviceError):  # which the step that failed tells of
+                    code.drop()
 
     def _make_ready(self) -> None:
         """Before the first step and after a failure: every tick is reached, and of the ring only those
@@ -401,7 +417,8 @@ class Executor:
         self._codes, self._whole = [], None
         for lane in self._lanes:
             lane.stop()
-            lane.units = []  # they know the executor: nothing would be freed before the next collection
+            # they know the executor: nothing would be freed before the next collection
+            lane.units, lane.alone = [], None
         self.memory.let_go()
 
     def _trace(self, begun: int, ended: int) -> StepTrace:
@@ -466,7 +483,8 @@ class Executor:
             code = device.load(compute, self.memory)
             self._codes.append(code)
             self._residents.count_code(first.device, code)
-            return Unit(tuple(indices), lambda e: device.run(code, e), lambda: device.stamps(code))
+            alone = code if isinstance(code, Starts) else None
+            return Unit(tuple(indices), lambda e: device.run(code, e), lambda: device.stamps(code), alone)
         work = self._transfer(first) if isinstance(first, micro.Transfer) else partial(self._move, first)
         return self._moving_unit(indices[0], first, work)
 
@@ -562,16 +580,26 @@ class Executor:
 
 
 class _Lane:
-    """One lane's units and, when there are several lanes, its thread. ticks: those that it signals."""
+    """One lane's units and, when there are several lanes, its thread. ticks: those that it signals; alone:
+    its code, where that may run by itself."""
 
     def __init__(self, device: str, lane: str, units: list[Unit], ticks: I64) -> None:
         self.device, self.lane, self.units, self.ticks = device, lane, units, ticks
+        self.alone = units[0].code if len(units) == 1 else None
         self._posted: queue.SimpleQueue[tuple[int, threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def run(self, epoch: int) -> None:
         for unit in self.units:
             unit.run(epoch)
+
+    def begin(self, epoch: int) -> bool:
+        """Has a step run by itself, where it can; `end` waits for it."""
+        return self.alone is not None and self.alone.start(epoch)
+
+    def end(self, epoch: int) -> None:
+        assert self.alone is not None
+        self.alone.end(epoch)
 
     def start(self, failed: Callable[[BaseException], None]) -> None:
         thread = threading.Thread(

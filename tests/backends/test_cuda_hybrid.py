@@ -28,8 +28,12 @@ from flashrt.ir.order import loaded_at_start
 from flashrt.llm.generate import Generator
 from flashrt.llm.request import Request, Sampling
 from flashrt.machine import Device, Link, Machine, Measured
-from flashrt.passes import pipeline
+from flashrt.passes import lending, pipeline
+from flashrt.passes import pieces as cutting
+from flashrt.passes.budget import held_bytes
 from flashrt.passes.pins import Pin
+from flashrt.passes.spread import Seat, Shared, Whole
+from flashrt.passes.task import Earlier, Settled
 from flashrt.program import Plan, Program, Variant
 from flashrt.runtime.trace import Trace
 from tests.generating import PAGES, Result
@@ -38,6 +42,7 @@ from tests.tiny import CONTEXT, VOCAB, tiny_graph, tiny_import, tiny_source
 GRAPH = tiny_graph()
 OPTIONS = CompileOptions(tokens=64)
 TOKENS = 3
+RING = 16 << 10  # bytes, where weights pass in pieces
 
 
 def assumed(value: float) -> Measured:
@@ -241,6 +246,47 @@ def test_weights_stream_from_where_they_are_kept(
         assert sum(locked) >= sum(b.bytes for b in lent)
 
 
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """Large steps bring the processor's weights to the GPU in pieces, and those of some channels of the head,
+    while the processor computes the others."""
+    monkeypatch.setattr(lending, "SMALL", 1 << 10)
+    monkeypatch.setattr(cutting, "EVEN", 16)
+    here = (*MLP_HERE, Pin("lm_head", "cpu:0"), Pin("embed_tokens", "cpu:0"))
+    small = variant("small", 1, 4, pins=here)
+    held = held_bytes(
+        Earlier((small.physical,)).held(), {w.name: w for w in small.physical.weights}, ["gpu:0"]
+    )
+    state, beside = next(b.state for b in small.budgets if b.device == "gpu:0"), {"gpu:0": 1 << 20}
+    limit = state + beside["gpu:0"] + held
+    where = machine(replace(spec("gpu"), limit=limit + RING), spec("cpu"))
+    small = variant("small", 1, 4, where, pins=here)
+    names = [n.name for n in pipeline.prepare(GRAPH, pipeline.Options()).nodes]
+    seats: dict[str, Seat] = dict.fromkeys(names, Whole("gpu:0"))
+    seats |= dict.fromkeys(("embed_tokens", "sample"), Whole("cpu:0"))
+    seats["lm_head"] = Shared(("gpu:0", "cpu:0"), (0, 64, VOCAB))
+    earlier = Earlier((small.physical,), beside)
+    large = variant("large", 5, 64, where, earlier=earlier, settled=Settled(seats))
+    return a_plan(small, large, where=where)
+
+
+def test_weights_pass_in_pieces(driver: Driver, right: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of what the processor keeps, each a block of its own, from where that lies."""
+    plan, source = in_pieces(monkeypatch), tiny_source(GRAPH)
+    small, large = plan.variants
+    whole = {w.name: w.of for w in large.stream.weights if w.of}
+    cut = [b for b in large.stream.blocks if b.home == "ring" and b.name in whole]
+    assert {whole[b.name] for b in cut} == {
+        "embed_tokens.weight",
+        *(f"layers.{i}.mlp.gate_up.weight" for i in (0, 1)),
+    }
+    assert all(b.bytes <= RING // cutting.PIECES for b in cut) and len(cut) > 6
+    with opened(plan, driver, source) as program:
+        for _ in range(3):
+            agree(generated(program.call), right)
+        read = Counter(name for name, _, _ in source.reads)
+        assert not whole.keys() & read.keys() and all(read[name] == 1 for name in whole.values())
+
+
 def passing(**options: Any) -> Plan:
     """Feed-forward blocks of one layer on the CPU, those of another pass through the GPU meanwhile."""
     pins = (Pin("layers.0.mlp", "cpu:0"), Pin("layers.0.self_attn", "gpu:0"), Pin("layers.1", "gpu:0"))
@@ -370,17 +416,52 @@ def test_a_lane_of_copies_gives_up(driver: Driver, right: Result) -> None:
         agree(generated(program.call), right)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("made", ["products", "streaming", "passing"])
-def test_kernels_run_late(made: str) -> None:
-    """Nothing is taken for done that was only enqueued: kernels run on a thread of their own, and late."""
+def late_driver() -> Driver:
+    """Kernels run on a thread of their own, and late."""
     from tests.backends.cuda_emulated import COMPILER, LateDriver
 
     if COMPILER is None:
         pytest.skip("no g++ to compile the emulated kernels")
+    return LateDriver()
+
+
+@pytest.mark.parametrize("made", ["products", "passing"])
+def test_a_step_begins_without_a_thread_for_the_gpu(made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that it enqueues needs nobody; whatever strikes while the processor computes, the next step is
+    right."""
+    plan = passing() if made == "passing" else a_plan(variant("all", 1, 64, pins=MLP_HERE))
+    began, start = list[bool](), code.Code.start
+    monkeypatch.setattr(code.Code, "start", lambda self, epoch: began.append(start(self, epoch)) or began[-1])
+    right, failing = reference(0.0), False
+    with opened(plan, late_driver(), poison=False) as program:
+        for _ in range(3):
+            agree(generated(program.call, 0.0), right)
+        assert began[-TOKENS:] == [True] * TOKENS and not began[0]
+        run = program.devices["cpu:0"].run
+        for error in (DeviceError("cpu:0 is lost"), KeyboardInterrupt()):
+
+            def struck(loaded: Any, epoch: int, error: BaseException = error) -> None:
+                if failing:
+                    raise error
+                run(loaded, epoch)
+
+            monkeypatch.setattr(program.devices["cpu:0"], "run", struck)
+            failing = True
+            for _ in range(2):
+                with pytest.raises(type(error)):
+                    generated(program.call, 0.0)
+            failing = False
+            agree(generated(program.call, 0.0), right)
+        assert began[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", ["products", "streaming", "passing"])
+def test_kernels_run_late(made: str) -> None:
+    """Nothing is taken for done that was only enqueued."""
     products = {"streaming": streaming, "passing": passing}
     plan = products.get(made, lambda: a_plan(variant("all", 1, 64, pins=MLP_HERE)))()
-    with opened(plan, LateDriver(), poison=made != "passing") as program:
+    with opened(plan, late_driver(), poison=made != "passing") as program:
         agree(generated(program.call, 0.0), reference(0.0))
 
 

@@ -129,6 +129,7 @@ class EmulatedDriver:
     def __init__(self, index: int = 0, most: int = 1 << 40) -> None:
         self.limits = Limits(processors=4, shared=227 << 10, shared_all=228 << 10)
         self.polls = self.signals = True
+        self.apart = False
         self.launches: list[str] = []
         self.most, self.used, self.recorded = most, 0, 0
         self.peak = 0
@@ -254,7 +255,7 @@ class LateDriver(EmulatedDriver):
 
     def __init__(self, lag: float = 1e-4) -> None:
         super().__init__()
-        self._lag, self.late = lag, True
+        self._lag, self.late, self.apart = lag, True, True
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
