@@ -10,7 +10,8 @@ rates that are measured first. One sequence; prompts are read in steps of --toke
   limit  what the bytes of a step take at these rates: decode reads the processor's and then the GPU's, and no
          faster than link and host's memory give what passes; a step of a prompt ends no sooner than its
          copies, its reads on the host and its arithmetic on the GPU
-  share  of the limit's speed that was reached
+  share  of the limit's speed that was reached; in turns: of that at which a step of decode reads what the
+         host's memory keeps, at the processor's rate, whoever reads it, and then what the GPU keeps
   plan   what the plan predicted, as a share of what was reached
   idle   share of a prompt's time in which the GPU has nothing to do: it waits for weights, or the processor
 """
@@ -45,7 +46,7 @@ from flashrt.program import Plan, Program, Variant
 from flashrt.runtime.rates import gemv_rate
 from flashrt.runtime.trace import Trace
 
-GPU, HOST = "gpu:0", "cpu:0"
+GPU, HOST, PASSING = "gpu:0", "cpu:0", "passing"
 WARM = 3  # steps before the clock runs
 TIMES = 5  # prompts that are read, of which the median counts
 COPIED = 1 << 28  # bytes of a measured copy
@@ -197,6 +198,13 @@ class Hybrid:
         env = {"T": tokens, "C": position + tokens}
         return limit(self.variant(tokens).stream, self.machine, env, decode=tokens == 1)
 
+    def in_turns(self, position: int) -> float:
+        """Seconds of a step of one token that reads what the host keeps, and then what the GPU keeps."""
+        env = {"T": 1, "C": position + 1}
+        read = bytes_read(self.variant(1).stream, typical(self.variant(1).stream, env))
+        gpu, host = self.machine.device(GPU), self.machine.device(HOST)
+        return (read[HOST] + read[PASSING]) / host.read.value + read[GPU] / gpu.read.value
+
     def predicted(self, tokens: int, position: int) -> float:
         """Seconds of a step by the plan."""
         env = {"T": tokens, "C": position + tokens}
@@ -223,24 +231,29 @@ def inputs(tokens: int, position: int, cache: int) -> dict[str, Any]:
     }
 
 
+def bytes_read(stream: micro.Stream, env: Env) -> Counter[str]:
+    """Bytes that a step reads and writes on the processor and on the GPU, and those that pass to it."""
+    read: Counter[str] = Counter()
+    for instr in stream.instrs:
+        if isinstance(instr, micro.Prefetch):
+            read[PASSING] += int(evaluate(instr.bytes, env))
+        elif isinstance(instr, micro.Dispatch):
+            read[HOST if instr.device.partition(":")[0] in HOSTS else GPU] += int(evaluate(instr.bytes, env))
+    return read
+
+
 def limit(stream: micro.Stream, machine: Machine, env: Env, *, decode: bool) -> float:
     """Seconds that a step of a stream takes at least."""
     full = typical(stream, env)
-    read: Counter[str] = Counter()
-    copied, computed, passing = 0.0, 0.0, 0
+    read, computed = bytes_read(stream, full), 0.0
     gpu, host = machine.device(GPU), machine.device(HOST)
+    copied = read[PASSING] / machine.link(HOST, GPU).rate.value
     for instr in stream.instrs:
-        if isinstance(instr, micro.Prefetch):
-            copied += float(evaluate(instr.bytes, full)) / machine.link(HOST, GPU).rate.value
-            passing += int(evaluate(instr.bytes, full))
-        elif isinstance(instr, micro.Dispatch):
-            near = machine.device(instr.device).kind in HOSTS
-            read[HOST if near else GPU] += int(evaluate(instr.bytes, full))
-            rate = gpu.rate(instr.numerics)
-            computed += 0.0 if near or not rate else float(evaluate(instr.flops, full)) / rate
+        if isinstance(instr, micro.Dispatch) and instr.device == GPU and (rate := gpu.rate(instr.numerics)):
+            computed += float(evaluate(instr.flops, full)) / rate
     on_host, on_gpu = read[HOST] / host.read.value, read[GPU] / gpu.read.value
     if decode:  # one device computes at a time; what passes is read from the host's memory, too
-        return max(on_host + on_gpu, on_host + passing / host.read.value, copied)
+        return max(on_host + on_gpu, on_host + read[PASSING] / host.read.value, copied)
     return max(copied, on_host, computed, on_gpu)
 
 
@@ -277,9 +290,10 @@ def one_budget(computer: Computer, machine: Machine, asked: Asked, budget: int) 
         took[f"prefill {tokens}"] = tokens, statistics.median(each), bound, plan
     lines = [f"budget {budget / 2**30:.3g} GiB", seats(hybrid)]
     for name, (tokens, seconds, bound, plan) in took.items():
+        turns = f"  in turns {hybrid.in_turns(start) / seconds:5.2f}" if tokens == 1 else ""
         lines.append(
             f"  {name:14s} {tokens / seconds:9.1f} tok/s  limit {tokens / bound:9.1f}  share "
-            f"{bound / seconds:5.2f}  plan {seconds / plan:5.2f}"
+            f"{bound / seconds:5.2f}  plan {seconds / plan:5.2f}{turns}"
         )
     idle = hybrid.idle(max(asked.prompts))
     lines.append(f"  prompt of {max(asked.prompts)} tokens: the GPU is idle for {idle:.2f} of it")

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -107,7 +108,7 @@ class Driver(Protocol):
         far are through."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Records what `work` enqueues, to be enqueued again as one launch."""
+        """Records what `work` enqueues, to be enqueued again as one launch, by any thread."""
 
     def wait(self) -> None:
         """Until everything enqueued is through. Raises DeviceError when it failed."""
@@ -312,8 +313,11 @@ class GpuDriver:
         self._check(self._cuda.cuStreamWriteValue64(own, word, value, 0))
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        replay: Callable[[], None] = self._recorded(work).replay
-        return replay
+        return partial(self._replay, self._recorded(work))
+
+    def _replay(self, graph: Any) -> None:
+        self._enter()
+        self._check(self._cuda.cuGraphLaunch(graph.raw_cuda_graph_exec(), self._stream.cuda_stream))
 
     def _recorded(self, work: Callable[[], object]) -> Any:
         graph = self._torch.cuda.CUDAGraph()

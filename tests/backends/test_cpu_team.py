@@ -12,6 +12,7 @@ import pytest
 
 from flashrt.backend import ABORT, Place, Rect
 from flashrt.backends.cpu import CpuBackend, CpuDevice
+from flashrt.backends.cpu.walk import IDLE_NS
 from flashrt.errors import DeviceError
 from flashrt.ir.ops import EXACT, LINEAR_EXACT, LINEAR_I8
 from flashrt.layouts import LAYOUTS, pack_plain
@@ -201,6 +202,18 @@ def test_more_threads_than_cores_still_finish() -> None:
     memory = prepared(device, LAYER, values, BLOCKS, {"T": 16})
     code = device.load(compute(memory.stream), memory)
     for epoch in range(1, 20):
+        device.run(code, epoch)
+    assert memory.read(5).tobytes() == run(cpu(), LAYER, values, BLOCKS, T=16).read(5).tobytes()
+    device.close()
+
+
+def test_helpers_that_sleep_wake_each_other() -> None:
+    """However many of them sleep already when a step begins."""
+    device, values = cpu(8), {0: x(16)}
+    memory = prepared(device, LAYER, values, BLOCKS, {"T": 16})
+    code = device.load(compute(memory.stream), memory)
+    for epoch in range(1, 60):
+        time.sleep(RNG.uniform(0.5, 1.5) * IDLE_NS / 1e9 if epoch % 6 else 0.02)
         device.run(code, epoch)
     assert memory.read(5).tobytes() == run(cpu(), LAYER, values, BLOCKS, T=16).read(5).tobytes()
     device.close()
