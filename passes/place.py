@@ -223,7 +223,9 @@ class _Plans:
                     causes = {name: c for name, c in dealt.causes.items() if seats[name] == dealt.seats[name]}
                     plans.append(self._plan(seats, dealt.splits, causes))
                     if shared := self._with_the_link(seats):
-                        told = dict.fromkeys(shared, "the others' weights come over the link meanwhile")
+                        told = dict.fromkeys(
+                            shared, "the host computes some while the link brings the weights of others"
+                        )
                         plans.append(self._plan({**seats, **shared}, dealt.splits, causes | told))
         return plans
 
@@ -231,30 +233,29 @@ class _Plans:
         """Large products of a host of which a ring's device makes some channels: the link brings their
         weights while the host computes the others."""
         out: dict[str, Seat] = {}
-        for gpu, ring in self._rings.items():
-            for node in self._task.graph.nodes:
-                seat = seats.get(node.name)
-                if node.name in self._task.fixed or not isinstance(seat, Whole) or node.op != "linear":
-                    continue
-                if self._task.obstacle(node, gpu) or not cuttable(node):
-                    continue
-                weight = self._task.weights[node.inputs[1][1:]]
-                n = weight.type.shape[0]
-                assert isinstance(n, int)
-                nbytes = block_bytes(weight)
-                if not self._lending.lends(weight, (0, n), gpu) or nbytes < ring or seat.device == gpu:
-                    continue
-                machine = self._task.machine
-                host = machine.device(seat.device)
-                link = machine.link(*weight_road(machine.device(gpu), machine)).rate.value
-                computed = (host.gemv or host.read).value
-                # half of the ring has arrived when the host begins
-                ahead = ring / 2 / link
-                some = (nbytes / computed + ahead) * link * computed / (link + computed)
-                cut = int(n * some / nbytes) // EVEN * EVEN
-                if 0 < cut < n:
-                    out[node.name] = Shared((gpu, seat.device), (0, cut, n))
+        for node in self._task.graph.nodes:
+            seat = seats.get(node.name)
+            if not isinstance(seat, Whole) or node.name in self._task.fixed or not cuttable(node):
+                continue
+            for gpu, ring in self._rings.items():
+                able = gpu != seat.device and not self._task.obstacle(node, gpu)
+                if able and (cut := self._rows_by_the_link(node, seat.device, gpu, ring)):
+                    out[node.name] = Shared((gpu, seat.device), (0, cut, node.type.shape[-1]))
         return out
+
+    def _rows_by_the_link(self, node: logical.Node, host: str, gpu: str, ring: int) -> int:
+        """How many rows of a product's weight the link can have brought when the host is through with the
+        others; 0 where the weight isn't larger than the ring."""
+        weight, machine = self._task.weights[node.inputs[1][1:]], self._task.machine
+        rows, nbytes, spec = weight.type.shape[0], block_bytes(weight), machine.device(host)
+        assert isinstance(rows, int)
+        if nbytes < ring or not self._lending.lends(weight, (0, rows), gpu):
+            return 0
+        brings = machine.link(*weight_road(machine.device(gpu), machine)).rate.value
+        computes = (spec.gemv or spec.read).value
+        # half of the ring has arrived when the host begins
+        share = (brings + ring / 2 / nbytes * computes) / (brings + computes)
+        return int(rows * share) // EVEN * EVEN
 
     def _plan(
         self,
@@ -414,6 +415,8 @@ def _told(plan: _Plan, others: Sequence[_Plan], task: Task) -> physical.Graph:
 
 def _because(node: physical.Node, plan: _Plan, verdict: str, task: Task) -> str:
     seat = plan.seats[node.of]
+    if "/" in node.name.removeprefix(node.of) and isinstance(seat, Whole | Shared):
+        verdict = f"a piece, since its weight passes through {node.device}; {verdict}"
     if node.op == "merge":
         return f"its shards are needed together on {node.device}; {verdict}"
     reasons = [seat.obstacle or verdict] if isinstance(seat, Whole) else [verdict]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import cache
 
@@ -14,12 +14,14 @@ from benchmarks.llama_shape import Shape, imported
 from flashrt.compiler import CompileOptions, compile_model
 from flashrt.errors import PlanError
 from flashrt.frontend.imported import Imported
-from flashrt.ir import laws, micro
+from flashrt.ir import laws, micro, physical
 from flashrt.ir.clock import simulate
 from flashrt.ir.order import loaded_at_start
+from flashrt.ir.text import read_micro, read_physical, to_text
 from flashrt.machine import Link, Machine
 from flashrt.passes import variants
 from flashrt.passes.lending import SMALL
+from flashrt.passes.pieces import PIECES
 from flashrt.passes.pipeline import step_time
 from flashrt.passes.variants import ANSWER, PROMPT
 from flashrt.program import Plan, Variant
@@ -132,6 +134,30 @@ def test_large_steps_bring_them(shape: Shape, limit: int) -> None:
     assert blocks(small, GPU, "resident") == blocks(large, GPU, "resident")
     assert large.stream.rings[0][0] == GPU and len(large.stream.rings) == 1
     assert "from the host's memory" in next(n.because for n in large.physical.nodes if n.op == "linear")
+
+
+def test_large_matrices_pass_in_pieces() -> None:
+    """Each a block of its own; together they are all rows of the weight. Of a head that is larger than the
+    ring the processor computes the channels that the link doesn't bring, and says so; texts keep all of it."""
+    small, large = compiled(replace(QUARTER, vocab=128256), FEW).variants
+    weights = {w.name: w for w in large.stream.weights}
+    ends = defaultdict[str, list[tuple[int, ...]]](list)
+    for name in blocks(large, GPU, "ring"):
+        if (whole := weights[name].of) and blocks(small, CPU, "resident")[whole]:
+            ends[whole].append(weights[name].rows)
+    head = ends.pop("lm_head.weight")
+    assert len(ends) >= 4 and all("gate_up" in name for name in ends)
+    for name, rows in ends.items():
+        assert len(rows) > 1 and [a for a, _ in rows[1:]] == [b for _, b in rows[:-1]]
+        assert (rows[0][0], rows[-1][1]) == (0, weights[name].type.shape[0])
+    ring = dict(large.stream.rings)[GPU]
+    assert max(blocks(large, GPU, "ring").values()) <= 1.2 * ring / PIECES
+    mine = [n for n in large.physical.nodes if n.of == "lm_head" and n.device == CPU and n.op == "linear"]
+    assert [n.shard for n in mine] == [physical.Range(head[-1][1], 128256)] and head[0][0] == 0
+    assert "while the link brings the weights of others" in mine[0].because
+    assert read_physical(to_text(large.physical)) == large.physical
+    assert read_micro(to_text(large.stream)) == large.stream
+    assert not laws.violations(large.physical) and not laws.violations(large.stream)
 
 
 @hybrid
