@@ -138,7 +138,7 @@ def test_large_steps_bring_them(shape: Shape, limit: int) -> None:
 
 def test_large_matrices_pass_in_pieces() -> None:
     """Each a block of its own; together they are all rows of the weight. Of a head that is larger than the
-    ring the processor computes the channels that the link doesn't bring, and says so; texts keep all of it."""
+    ring the processor computes the channels that the link does not bring, and says so; texts keep it all."""
     small, large = compiled(replace(QUARTER, vocab=128256), FEW).variants
     weights = {w.name: w for w in large.stream.weights}
     ends = defaultdict[str, list[tuple[int, ...]]](list)
