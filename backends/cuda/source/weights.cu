@@ -53,64 +53,46 @@ __device__ __forceinline__ float unpacked(const char* group, int nblk, int r, i6
   return __fadd_rn(__fmul_rn(scale, n), half_to_float(halves[(i64)nblk * 16 + b * 16 + r]));
 }
 
-// Four weights of a row as bf16, from four bytes.
-template <int FORMAT>
-__device__ __forceinline__ uint2 four_unpacked(u32 bytes, float scale, float least) {
-  constexpr float ZERO = 8388608.f + (FORMAT == 4 ? 8.f : FORMAT == 8 ? 128.f : 0.f);  // 2²³ and more
-  float v[4];
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    const float whole = __uint_as_float(bytes_of(bytes, 0x4b000000u, 0x7440 + e)) - ZERO;
-    v[e] = __fmul_rn(scale, whole);
-    if (FORMAT == 5) v[e] = __fadd_rn(v[e], least);
-  }
-  return make_uint2(pair_of(v[0], v[1]), pair_of(v[2], v[3]));
-}
-
 // A warp takes a block of 32 inputs of 16 rows, two lanes a row.
-template <int FORMAT>
-__device__ __forceinline__ void unpack_all(const UnpackArgs& a, const char* w) {
-  constexpr int QUANTS = FORMAT == 8 ? 512 : 256;
-  const u32 nblk = ((u32)a.k + 31) / 32, lane = threadIdx.x & 31, all = (u32)((a.n + 15) / 16) * nblk;
-  const i64 size = group_bytes((int)nblk, FORMAT);
-  const int r = lane >> 1, half = lane & 1;
-  for (u32 i = blockIdx.x * 8 + (threadIdx.x >> 5); i < all; i += gridDim.x * 8) {
-    const u32 group = i / nblk, b = i % nblk;
-    const char* from = w + group * size;
-    const char* quants = from + b * QUANTS + r * 4;
-    const u16* scales = (const u16*)(from + nblk * QUANTS) + b * 16 + r;
-    const float scale = half_to_float(scales[0]), least = FORMAT == 5 ? half_to_float(scales[nblk * 16]) : 0.f;
-    uint2 out[4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {  // four values each
-      if (FORMAT == 8) {
-        out[c] = four_unpacked<FORMAT>(*(const u32*)(quants + (4 * half + c) * 64) ^ 0x80808080u, scale, least);
-      } else {
-        const u32 q = *(const u32*)(quants + (2 * half + (c >> 1)) * 64);
-        out[c] = four_unpacked<FORMAT>(q >> 4 * (c & 1) & 0x0f0f0f0fu, scale, least);
-      }
-    }
-    const i64 row = (i64)group * 16 + r, k = (i64)b * 32 + half * 16;
-    if (row >= a.n) continue;
-    u16* y = a.y + row * a.k + k;
-    if (k + 16 <= a.k && a.k % 8 == 0) {
-      *(uint4*)y = make_uint4(out[0].x, out[0].y, out[1].x, out[1].y);
-      *(uint4*)(y + 8) = make_uint4(out[2].x, out[2].y, out[3].x, out[3].y);
-    } else {
-      for (int e = 0; e < 16; ++e)
-        if (k + e < a.k) y[e] = (u16)((e & 2 ? out[e >> 2].y : out[e >> 2].x) >> 16 * (e & 1));
-    }
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(256) unpack(UnpackArgs a) {
   let_others_start();
   after_others();
   const char* w = a.w_at ? (const char*)*a.w_at + (i64)a.w : a.w;
-  switch ((int)a.format) {
-    case 4: return unpack_all<4>(a, w);
-    case 5: return unpack_all<5>(a, w);
-    default: return unpack_all<8>(a, w);
+  const int nblk = ((int)a.k + 31) / 32, lane = threadIdx.x & 31, format = (int)a.format;
+  const i64 size = group_bytes(nblk, format), all = (a.n + 15) / 16 * nblk;
+  const int r = lane >> 1, half = lane & 1;
+  for (i64 i = blockIdx.x * 8 + (threadIdx.x >> 5); i < all; i += (i64)gridDim.x * 8) {
+    const i64 group = i / nblk, row = group * 16 + r;
+    const int b = (int)(i % nblk), k = b * 32 + half * 16;
+    const char* from = w + group * size;
+    const char* quants = from + (i64)b * (format == 8 ? 512 : 256);
+    const u16* scales = (const u16*)(from + (i64)nblk * (format == 8 ? 512 : 256)) + b * 16 + r;
+    const float scale = half_to_float(scales[0]), least = format == 5 ? half_to_float(scales[(i64)nblk * 16]) : 0.f;
+    u32 out[8];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {  // four values each
+      float v[4];
+      if (format == 8) {
+        const u32 q = *(const u32*)(quants + (4 * half + c) * 64 + r * 4);
+        for (int e = 0; e < 4; ++e) v[e] = scale * (float)(signed char)(q >> 8 * e);
+      } else {
+        const u32 q = *(const u32*)(quants + (2 * half + (c >> 1)) * 64 + r * 4) >> 4 * (c & 1);
+        for (int e = 0; e < 4; ++e) {
+          const float n = (float)(q >> 8 * e & 15);
+          v[e] = format == 4 ? scale * (n - 8.f) : __fadd_rn(__fmul_rn(scale, n), least);
+        }
+      }
+      out[2 * c] = pair(bf16_of(v[0]), bf16_of(v[1]));
+      out[2 * c + 1] = pair(bf16_of(v[2]), bf16_of(v[3]));
+    }
+    if (row >= a.n) continue;
+    u16* y = a.y + row * a.k + k;
+    if (k + 16 <= a.k && a.k % 8 == 0) {
+      *(uint4*)y = make_uint4(out[0], out[1], out[2], out[3]);
+      *(uint4*)(y + 8) = make_uint4(out[4], out[5], out[6], out[7]);
+    } else {
+      for (int e = 0; e < 16; ++e) if (k + e < a.k) y[e] = (u16)(out[e >> 1] >> 16 * (e & 1));
+    }
   }
 }
 
