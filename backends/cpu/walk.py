@@ -55,7 +55,6 @@ SPINS = 256  # pauses (some tens of microseconds) before a wait gives its core a
 YIELDS = 20_000  # then this many yields (some milliseconds) before it sleeps between looks
 NAP_US = 50
 IDLE_NS = 2_000_000  # how long a helper spins for the next step before it sleeps for good
-WOKEN = 2  # helpers that the caller wakes, and each that is woken: one after the other would take too long
 ABORTED, BROKEN = 1, 2
 
 
@@ -201,7 +200,7 @@ def team_run() -> Any:
             atomic_add(control + GO, 1)
             # an add, not a load: it can't be seen before GO's, so either the helper or we notice the other
             if atomic_add(control + SLEEPERS, 0) > 0:
-                futex_wake(control + GO, WOKEN)
+                futex_wake(control + GO, threads)
         walk_or_fault(types.int64(0), nth, code, epoch, control)
         turns = 0
         while load_acquire(control + DONE) < nth - 1:
@@ -225,8 +224,7 @@ def idle(control, seen):
             atomic_add(control + SLEEPERS, 1)
             # the system looks at the word again before it sleeps, so no wake-up is lost
             futex_wait(control + GO, seen & 0xFFFFFFFF)
-            if atomic_add(control + SLEEPERS, -1) > 1 and load_acquire(control + GO) != seen:
-                futex_wake(control + GO, WOKEN)
+            atomic_add(control + SLEEPERS, -1)
         turns += 1
 
 

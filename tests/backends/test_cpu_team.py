@@ -207,7 +207,7 @@ def test_more_threads_than_cores_still_finish() -> None:
     device.close()
 
 
-def test_helpers_that_sleep_wake_each_other() -> None:
+def test_helpers_that_sleep_are_woken() -> None:
     """However many of them sleep already when a step begins."""
     device, values = cpu(8), {0: x(16)}
     memory = prepared(device, LAYER, values, BLOCKS, {"T": 16})
