@@ -19,7 +19,7 @@ from flashrt.passes.lending import Lending
 from flashrt.passes.parts import EPILOGUES, Parts
 from flashrt.passes.spread import Part
 
-PIECES = 4
+PIECES = 4  # that a ring has room for, at least
 EVEN = 128  # rows that pieces are multiples of: what libraries like best
 
 
@@ -38,9 +38,8 @@ def _cut(part: Part, made: Parts, lending: Lending) -> Iterator[Part]:
     if len(ends) < 3:
         yield part
         return
-    base, width = part.lo or 0, part.node.type.shape[-1]
-    assert isinstance(base, int) and isinstance(width, int)
-    names = []
+    width, names = part.node.type.shape[-1], []
+    assert isinstance(width, int)
     for at, (lo, hi) in enumerate(pairwise(ends)):
         node = made.some_rows(part.node, lo, hi)
         inputs = (*part.inputs[:1], node.inputs[1])

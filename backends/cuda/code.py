@@ -241,9 +241,10 @@ class Code:
             return False
         if self._again is None or self._again[0] != words or piece.samples:
             env = self._env()
-            found = piece.buckets.get(self._key(piece, env))
+            found = piece.buckets.get(key := self._key(piece, env))
             if found is None or not found.recorded:
                 return False
+            piece.buckets.move_to_end(key)
             self._again = words, found
             self._sizes.write(env, epoch)
         found = self._again[1]
