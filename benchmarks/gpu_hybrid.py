@@ -203,7 +203,8 @@ class Hybrid:
         env = {"T": 1, "C": position + 1}
         read = bytes_read(self.variant(1).stream, typical(self.variant(1).stream, env))
         gpu, host = self.machine.device(GPU), self.machine.device(HOST)
-        return (read[HOST] + read[PASSING]) / host.read.value + read[GPU] / gpu.read.value
+        kept = read[GPU] - read[PASSING]  # the GPU reads what has passed, too
+        return (read[HOST] + read[PASSING]) / host.read.value + kept / gpu.read.value
 
     def predicted(self, tokens: int, position: int) -> float:
         """Seconds of a step by the plan."""

@@ -248,7 +248,10 @@ class Starts(Protocol):
     Methods raise DeviceError as `run` does; then nothing is under way."""
 
     def start(self, epoch: int) -> bool:
-        """Has a step run if nothing of it needs the host before it is through; whether that is so."""
+        """Has a step run, if all of it can be enqueued now; whether that is so."""
+
+    def look(self) -> None:
+        """Raises DeviceError when a step that was started has failed; for another thread than its own."""
 
     def end(self, epoch: int) -> None:
         """Until a step that was started is through."""

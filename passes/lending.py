@@ -62,7 +62,7 @@ class Lending:
 
     def lends(self, weight: Weight, rows: Rows, device: str) -> bool:
         """Whether a device with a ring could have these rows, which it doesn't keep, from the host's memory,
-        in blocks that fit."""
+        if not as one block."""
         large = aligned(block_bytes(weight, *rows)) > SMALL and device in self.rings
         return large and self._lender(weight, rows) != "" and not self.there(weight.name, rows, device)
 

@@ -13,9 +13,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from flashrt.ir import logical
+from flashrt.ir import logical, physical
+from flashrt.ir.types import Weight
+from flashrt.layouts import aligned
 from flashrt.passes.cost import block_bytes
-from flashrt.passes.lending import Lending
+from flashrt.passes.lending import BLOCKS, SMALL, Lending
 from flashrt.passes.parts import EPILOGUES, Parts
 from flashrt.passes.spread import Part
 
@@ -24,8 +26,13 @@ EVEN = 128  # rows that pieces are multiples of: what libraries like best
 
 
 def in_pieces(parts: Iterable[Part], made: Parts, lending: Lending) -> list[Part]:
-    """The parts of a graph, with pieces of products instead of those whose weights are too large for that."""
+    """The parts of a graph, with pieces of products whose weights are more than a quarter of the ring."""
     return [piece for part in parts for piece in _cut(part, made, lending)]
+
+
+def is_piece(node: physical.Node) -> bool:
+    """Whether a node is a piece of what has its name up to the last "/"."""
+    return "/" in node.name.removeprefix(node.of)
 
 
 def cuttable(node: logical.Node) -> bool:
@@ -49,7 +56,7 @@ def _cut(part: Part, made: Parts, lending: Lending) -> Iterator[Part]:
 
 
 def _ends(part: Part, made: Parts, lending: Lending) -> list[int]:
-    """Where the pieces of a product begin, and its end."""
+    """Where the pieces of a product begin, and its end; nothing for what stays whole."""
     if not cuttable(part.node) or part.merge or part.sum or part.shares:
         return []
     weight = made.weights[part.node.inputs[1][1:]]
@@ -57,6 +64,14 @@ def _ends(part: Part, made: Parts, lending: Lending) -> list[int]:
     lo, hi = (0, n) if part.lo is None or part.hi is None else (part.lo, part.hi)
     if not isinstance(lo, int) or not isinstance(hi, int) or not lending.lends(weight, (lo, hi), part.device):
         return []
-    count = -(-block_bytes(weight, lo, hi) * PIECES // lending.rings[part.device])
+    return cut_at(weight, lo, hi, lending.rings[part.device])
+
+
+def cut_at(weight: Weight, lo: int, hi: int, ring: int) -> list[int]:
+    """Where pieces of rows [lo, hi) begin that can pass through a ring of so many bytes, and the end; nothing
+    where there are none."""
+    count = -(-block_bytes(weight, lo, hi) * PIECES // ring)
     each = -(-(hi - lo) // (count * EVEN)) * EVEN
-    return [*range(lo, hi, each), hi]
+    ends = [*range(lo, hi - each // 2, each), hi]  # what would be less than half of one joins the last
+    sizes = [aligned(block_bytes(weight, a, b)) for a, b in pairwise(ends)]
+    return ends if all(SMALL < size <= ring // BLOCKS for size in sizes) else []

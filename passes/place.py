@@ -19,6 +19,7 @@ from flashrt.ir.types import State, Weight
 from flashrt.layouts import aligned
 from flashrt.machine import Machine
 from flashrt.passes.budget import (
+    HOSTS,
     Held,
     Need,
     Rows,
@@ -36,7 +37,7 @@ from flashrt.passes.cost import Costs, block_bytes, kernel_of
 from flashrt.passes.deal import deal
 from flashrt.passes.lending import covers
 from flashrt.passes.parts import Parts
-from flashrt.passes.pieces import EVEN, cuttable, in_pieces
+from flashrt.passes.pieces import EVEN, cut_at, cuttable, in_pieces, is_piece
 from flashrt.passes.pins import Pin, pinned
 from flashrt.passes.price import Prices, finish
 from flashrt.passes.shard import Cut
@@ -203,7 +204,7 @@ class _Plans:
         self._kept = task.earlier.held()
         self._streaming_before = task.earlier.streaming()
         self._lending = task.earlier.lending(task.machine)
-        # of large steps
+        # through which weights may pass in pieces; not those of other plans, which small steps use, too
         self._rings = {} if task.earlier.rings else self._lending.rings
 
     def all(self, splits: tuple[physical.Split, ...]) -> list[_Plan]:
@@ -237,15 +238,18 @@ class _Plans:
             seat = seats.get(node.name)
             if not isinstance(seat, Whole) or node.name in self._task.fixed or not cuttable(node):
                 continue
+            if self._task.machine.device(seat.device).kind not in HOSTS:
+                continue
             for gpu, ring in self._rings.items():
-                able = gpu != seat.device and not self._task.obstacle(node, gpu)
+                able = not self._task.obstacle(node, gpu)
                 if able and (cut := self._rows_by_the_link(node, seat.device, gpu, ring)):
                     out[node.name] = Shared((gpu, seat.device), (0, cut, node.type.shape[-1]))
+                    break
         return out
 
     def _rows_by_the_link(self, node: logical.Node, host: str, gpu: str, ring: int) -> int:
         """How many rows of a product's weight the link can have brought when the host is through with the
-        others; 0 where the weight isn't larger than the ring."""
+        others; 0 where the weight is smaller than the ring, or its rows are too large for that."""
         weight, machine = self._task.weights[node.inputs[1][1:]], self._task.machine
         rows, nbytes, spec = weight.type.shape[0], block_bytes(weight), machine.device(host)
         assert isinstance(rows, int)
@@ -255,7 +259,8 @@ class _Plans:
         computes = (spec.gemv or spec.read).value
         # half of the ring has arrived when the host begins
         share = (brings + ring / 2 / nbytes * computes) / (brings + computes)
-        return int(rows * share) // EVEN * EVEN
+        cut = int(rows * share) // EVEN * EVEN
+        return cut if cut_at(weight, 0, cut, ring) else 0
 
     def _plan(
         self,
@@ -415,7 +420,7 @@ def _told(plan: _Plan, others: Sequence[_Plan], task: Task) -> physical.Graph:
 
 def _because(node: physical.Node, plan: _Plan, verdict: str, task: Task) -> str:
     seat = plan.seats[node.of]
-    if "/" in node.name.removeprefix(node.of) and isinstance(seat, Whole | Shared):
+    if is_piece(node):
         verdict = f"a piece, since its weight passes through {node.device}; {verdict}"
     if node.op == "merge":
         return f"its shards are needed together on {node.device}; {verdict}"

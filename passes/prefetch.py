@@ -67,7 +67,7 @@ def _hoisted(stream: micro.Stream, window: int, limits: Mapping[str, int]) -> mi
         if isinstance(instr, micro.Prefetch):
             queues[instr.device].append(instr)
     lent = {b.name for b in stream.blocks if b.home == "resident"}
-    lent |= {w.name for w in stream.weights if w.of in lent}
+    lent |= {w.name for w in stream.weights if w.of in lent and w.in_whole(0, 0)}
     lanes = {
         d: _Lane(queue, window, limits.get(d), all(i.block in lent for i in queue))
         for d, queue in queues.items()

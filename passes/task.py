@@ -16,6 +16,7 @@ from flashrt.passes.budget import HOSTS, Held, held_bytes, weights_held
 from flashrt.passes.cost import Costs, Node, block_bytes
 from flashrt.passes.lending import Lending, covers
 from flashrt.passes.parts import Parts
+from flashrt.passes.pieces import is_piece
 from flashrt.passes.shard import Cut
 from flashrt.passes.spread import Copied, Parted, Seat, Shared, Summed, Whole
 
@@ -118,8 +119,11 @@ def seats_of(graph: physical.Graph) -> dict[str, Seat]:
     out: dict[str, Seat] = {}
     shards: dict[tuple[str, str], list[physical.Node]] = {}
     parts: dict[str, list[physical.Node]] = {}
+    pieces = {f"%{n.name}" for n in graph.nodes if is_piece(n)}
     for node in graph.nodes:
-        if node.op in ("transfer", "merge"):
+        # what is in pieces sits where these are merged
+        whole = node.op == "merge" and not pieces.isdisjoint(node.inputs)
+        if f"%{node.name}" in pieces or (node.op in ("transfer", "merge") and not whole):
             continue
         if node.part is not None:
             parts.setdefault(node.of, []).append(node)

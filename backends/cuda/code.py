@@ -168,7 +168,6 @@ class Code:
         self._memory, self._device, self._driver = memory, device, driver
         self._stamps: I64 = np.zeros((len(instrs), 3), np.int64)
         self._since = self._over = 0  # when the last step was enqueued, and when it was through
-        self._again: tuple[list[int], Bucket] | None = None  # what `start` began last, and at which words
         stream = memory.stream
         self._slots = {s.id: s for s in stream.slots}
         self._blocks = {b.name: b for b in stream.blocks if b.device == device}
@@ -227,7 +226,8 @@ class Code:
                 piece.end.set()
                 running.append(piece)
                 self._since = started
-                self._stamps[piece.parts[0].indices[0]] = arrived, started, started
+                if piece.told is None:
+                    self._stamps[piece.parts[0].indices[0]] = arrived, started, started
             while running:
                 if self._alone and len(running) == 1:
                     self._driver.wait()
@@ -236,29 +236,27 @@ class Code:
 
     # ---- flashrt.backend.Starts
     def start(self, epoch: int) -> bool:
-        words, piece = self._memory.words[self._words_of].tolist(), self._pieces[0]
+        env, piece = self._env(), self._pieces[0]
         if piece.told is None or not self._driver.apart:
             return False
-        if self._again is None or self._again[0] != words or piece.samples:
-            env = self._env()
-            found = piece.buckets.get(key := self._key(piece, env))
-            if found is None or not found.recorded:
-                return False
-            piece.buckets.move_to_end(key)
-            self._again = words, found
-            self._sizes.write(env, epoch)
-        found = self._again[1]
-        self._sizes.here[0] = epoch
+        found = piece.buckets.get(key := self._key(piece, env))
+        if found is None or not found.recorded:
+            return False
+        piece.buckets.move_to_end(key)
+        self._sizes.write(env, epoch)
         with self._stopped_on_failure():
             try:
                 self._since = time.perf_counter_ns()
-                for work in found.replay:
+                for work in found.replay:  # which needs no `at_work`
                     work(epoch)
                 piece.end.set()
             except BaseException:
                 self._memory.words[ABORT] = 1  # those that kernels wait for haven't begun
                 raise
         return True
+
+    def look(self) -> None:
+        self._pieces[0].end.through()
 
     def end(self, epoch: int) -> None:
         (piece,) = self._pieces
@@ -356,10 +354,10 @@ class Code:
         # a part that signals nothing ends when the next one, which waits then, comes, or is the last one
         ended = np.where(told.signals, ended, np.append(came[1:], self._over - apart))
         before = np.append(begun, ended[:-1])
-        self._stamps[:] = ended[told.part_of, None] + apart
-        self._stamps[told.first, 0] = np.where(told.waits, came, before) + apart
-        self._stamps[told.first, 1] = np.where(told.waits, went_on, before) + apart
-        return self._stamps
+        stamps = np.repeat(ended[told.part_of, None] + apart, 3, axis=1)
+        stamps[told.first, 0] = np.where(told.waits, came, before) + apart
+        stamps[told.first, 1] = np.where(told.waits, went_on, before) + apart
+        return stamps
 
     def _env(self) -> dict[str, int]:
         return dict(zip(self._symbols, self._memory.words[self._words_of].tolist(), strict=True))
@@ -443,7 +441,6 @@ class Code:
 
     def _forget(self) -> None:
         """Drops all buckets; nothing may be under way."""
-        self._again = None
         for piece in self._pieces:
             piece.buckets.clear()
         self._driver.trim()

@@ -35,7 +35,7 @@ class Tensor:
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Matrix:
     """Rows of a weight block: n rows of k elements."""
 
@@ -55,7 +55,7 @@ class Sizes:
     here: I64
     address: int
     index: dict[Dim, int] = field(default_factory=dict)
-    written: list[object] = field(default_factory=list)
+    written: tuple[Env, int] | None = None
 
     def at(self, dim: Dim) -> int:
         """Device address of a size."""
@@ -75,11 +75,11 @@ class Sizes:
 
     def write(self, env: Env, epoch: int) -> None:
         """The sizes at these symbols, and the step's number."""
-        if self.written != [env, len(self.index)]:
-            self.written.clear()  # first: Ctrl-C may strike while they change
+        if self.written != (env, len(self.index)):
+            self.written = None  # first: Ctrl-C may strike while they change
             for dim, place in self.index.items():
                 self.here[place] = size(dim, env)
-            self.written[:] = dict(env), len(self.index)
+            self.written = dict(env), len(self.index)
         self.here[0] = epoch
 
 

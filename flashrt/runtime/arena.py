@@ -325,7 +325,8 @@ class Residents:
             self._ways[key] = self._found(device, weight, lo, hi)
             if not self._ways[key] and (rows := weight.in_whole(lo, hi)):
                 wholes = {w for w, _ in list(self._kept) if (w.name, w.layout) == (weight.of, weight.layout)}
-                self._ways[key] = [x for whole in wholes for x in self._found(device, whole, *rows)]
+                ways = (self._found(device, whole, *rows) for whole in wholes)
+                self._ways[key] = next(filter(None, ways), [])
         return self._ways[key]
 
     def _found(self, device: str, weight: Weight, lo: int, hi: int) -> list[Place]:

@@ -51,6 +51,7 @@ from flashrt.runtime.step import Arrays, StepWriter, read_output
 from flashrt.runtime.trace import StepTrace
 
 COMPUTE = "compute"
+LOOK = 0.1  # seconds between looks at what runs by itself
 NOT_FED: Mapping[str, str] = MappingProxyType({})
 NONE_HERE: Mapping[int, U8] = MappingProxyType({})
 
@@ -392,8 +393,8 @@ class Executor:
         for begun in self._flights:
             begun.gave_up = True
         self._flights.clear()
-        own = [lane.alone for lane in self._lanes]
-        for code in (self._whole, *own):
+        own = (lane.alone for lane in self._lanes)
+        for code in (self._whole, *(code for code in own if code is not self._whole)):
             if code is not None:
                 with suppress(DeviceError):  # which the step that failed tells of
                     code.drop()
@@ -586,6 +587,8 @@ class _Lane:
     def __init__(self, device: str, lane: str, units: list[Unit], ticks: I64) -> None:
         self.device, self.lane, self.units, self.ticks = device, lane, units, ticks
         self.alone = units[0].code if len(units) == 1 else None
+        self._began = self._seen = 0  # steps: the last one that runs by itself, and the last one looked after
+        self._watched = self._under_way = False
         self._posted: queue.SimpleQueue[tuple[int, threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -594,12 +597,19 @@ class _Lane:
             unit.run(epoch)
 
     def begin(self, epoch: int) -> bool:
-        """Has a step run by itself, where it can; `end` waits for it."""
-        return self.alone is not None and self.alone.start(epoch)
+        """Has a step run by itself, where it can; `end` waits for it. The lane's thread looks after it."""
+        if self.alone is None or not self.alone.start(epoch):
+            return False
+        self._began, self._under_way = epoch, True
+        if not self._watched:
+            self._watched = True
+            self.post(0)
+        return True
 
     def end(self, epoch: int) -> None:
         assert self.alone is not None
         self.alone.end(epoch)
+        self._under_way = False
 
     def start(self, failed: Callable[[BaseException], None]) -> None:
         thread = threading.Thread(
@@ -609,7 +619,14 @@ class _Lane:
         self._thread = thread
 
     def _serve(self, failed: Callable[[BaseException], None]) -> None:
-        while (posted := self._posted.get()) is not None:
+        while True:
+            try:
+                posted = self._posted.get(timeout=LOOK if self._watched else None)
+            except queue.Empty:
+                self._look(failed)
+                continue
+            if posted is None:
+                return
             epoch, end = posted
             try:
                 if epoch:
@@ -617,6 +634,18 @@ class _Lane:
             except BaseException as error:
                 failed(error)
             end.set()
+
+    def _look(self, failed: Callable[[BaseException], None]) -> None:
+        """Whether what runs by itself has failed, which those that wait for its ticks can't see. It is the
+        last look when nothing is under way and no step has begun since the one before."""
+        began, self._watched = self._began, False
+        if self._under_way or self._seen != began or self._began != began:  # asked after it was set to False
+            self._seen, self._watched = began, True
+        try:
+            if self.alone is not None:
+                self.alone.look()
+        except Exception as error:
+            failed(error)
 
     def post(self, epoch: int) -> threading.Event:
         """Lets the thread run a step (0: none) after those posted before; the event is set at its end."""

@@ -35,6 +35,7 @@ from flashrt.passes.pins import Pin
 from flashrt.passes.spread import Seat, Shared, Whole
 from flashrt.passes.task import Earlier, Settled
 from flashrt.program import Plan, Program, Variant
+from flashrt.runtime.executor import LOOK
 from flashrt.runtime.trace import Trace
 from tests.generating import PAGES, Result
 from tests.tiny import CONTEXT, VOCAB, tiny_graph, tiny_import, tiny_source
@@ -249,7 +250,8 @@ def test_weights_stream_from_where_they_are_kept(
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> Plan:
     """Large steps bring the processor's weights to the GPU in pieces, and those of some channels of the head,
     while the processor computes the others."""
-    monkeypatch.setattr(lending, "SMALL", 1 << 10)
+    for module in (lending, cutting):
+        monkeypatch.setattr(module, "SMALL", 1 << 10)
     monkeypatch.setattr(cutting, "EVEN", 16)
     here = (*MLP_HERE, Pin("lm_head", "cpu:0"), Pin("embed_tokens", "cpu:0"))
     small = variant("small", 1, 4, pins=here)
@@ -458,6 +460,72 @@ def test_a_step_begins_without_a_thread_for_the_gpu(made: str, monkeypatch: pyte
             errors.clear()
             agree(generated(program.call, 0.0), right)
         assert began[-1]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("late", [0, 3], ids=["at once", "in the middle of a long step"])
+def test_a_gpu_that_fails_is_noticed(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor waits for its ticks in compiled code; a step that fails says why, and the next one is
+    right."""
+    plan, right = a_plan(variant("all", 1, 64, pins=MLP_HERE)), reference(0.0)
+    looks, dead = list[int](), False
+    start, look = code.Code.start, code.Code.look
+
+    def started(self: code.Code, epoch: int) -> bool:
+        return dead or start(self, epoch)  # nothing is enqueued: no tick comes
+
+    def looked(self: code.Code) -> None:
+        looks.append(1)
+        if dead and len(looks) > late:
+            raise DeviceError("gpu:0: CUDA_ERROR_ILLEGAL_ADDRESS")
+        look(self)
+
+    monkeypatch.setattr(code.Code, "start", started)
+    monkeypatch.setattr(code.Code, "look", looked)
+    with opened(plan, late_driver(), poison=False) as program:
+        for _ in range(3):
+            agree(generated(program.call, 0.0), right)
+        looks.clear()
+        dead = True
+        with pytest.raises(DeviceError, match="ILLEGAL_ADDRESS"):
+            generated(program.call, 0.0)
+        dead = False
+        agree(generated(program.call, 0.0), right)
+        time.sleep(3 * LOOK)
+        looks.clear()
+        time.sleep(3 * LOOK)
+        assert not looks  # nobody looks at an idle GPU
+
+
+def test_sizes_are_those_of_the_step() -> None:
+    """Also behind one of other sizes that isn't recorded yet."""
+    plan = a_plan(variant("all", 1, 64, pins=MLP_HERE))
+    with opened(plan, late_driver(), poison=False) as program:
+
+        def tokens(count: int) -> list[int]:
+            ids = (np.arange(count, dtype=np.int32) * 7 + 5) % VOCAB
+            found = program.call(given(ids), {"C": count}, outputs=("tokens",))["tokens"]
+            return [int(token) for token in found]
+
+        for _ in range(3):
+            want = tokens(2)
+        assert len(want) == 2
+        for other in (1, 3, 7):
+            tokens(other)
+            assert tokens(2) == want
+
+
+def given(ids: Any) -> dict[str, Any]:
+    """A prompt of one sequence, of which every token's successor is asked for."""
+    count, none = len(ids), {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0}
+    return {
+        "ids": ids, "positions": np.arange(count, dtype=np.int32), "rows": np.arange(count, dtype=np.int32),
+        "seq": np.zeros(count, np.int32), "pages": np.arange(4, dtype=np.int32)[None],
+        **{name: np.full(count, value, np.float32) for name, value in none.items()},
+        "top_k": np.zeros(count, np.int32),
+        "seed": np.ones(count, np.int64), "draw": np.ones(count, np.int64),
+        "history": np.full((count, 1), -1, np.int32),
+    }  # fmt: skip
 
 
 @pytest.mark.slow

@@ -23,6 +23,8 @@ from flashrt.passes import variants
 from flashrt.passes.lending import SMALL
 from flashrt.passes.pieces import PIECES
 from flashrt.passes.pipeline import step_time
+from flashrt.passes.spread import Shared, Whole
+from flashrt.passes.task import seats_of
 from flashrt.passes.variants import ANSWER, PROMPT
 from flashrt.program import Plan, Variant
 from flashrt.weights.index import WeightIndex
@@ -155,6 +157,9 @@ def test_large_matrices_pass_in_pieces() -> None:
     mine = [n for n in large.physical.nodes if n.of == "lm_head" and n.device == CPU and n.op == "linear"]
     assert [n.shard for n in mine] == [physical.Range(head[-1][1], 128256)] and head[0][0] == 0
     assert "while the link brings the weights of others" in mine[0].because
+    seats = seats_of(large.physical)
+    assert seats["lm_head"] == Shared((GPU, CPU), (0, head[-1][1], 128256))
+    assert all(seats[name.removesuffix(".weight")] == Whole(GPU) for name in ends)
     assert read_physical(to_text(large.physical)) == large.physical
     assert read_micro(to_text(large.stream)) == large.stream
     assert not laws.violations(large.physical) and not laws.violations(large.stream)
