@@ -645,6 +645,7 @@ class _Lane:
             if self.alone is not None:
                 self.alone.look()
         except Exception as error:
+            self._watched = self._under_way = False
             failed(error)
 
     def post(self, epoch: int) -> threading.Event:
