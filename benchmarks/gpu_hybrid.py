@@ -33,7 +33,7 @@ from benchmarks.llama_shape import RandomSource, Shape, imported
 from benchmarks.measure import machine as described
 from flashrt.backend import BlockSource, OpenDevice
 from flashrt.backends.reference import ReferenceBackend
-from flashrt.compiler import CompileOptions, compile_model
+from flashrt.compiler import CompileOptions, compile_model, keep_as_chosen
 from flashrt.ir import micro
 from flashrt.ir.clock import typical
 from flashrt.ir.ops import PAGE
@@ -152,6 +152,7 @@ class Hybrid:
         self.asked, self.machine = asked, replace(machine, devices=(replace(gpu, limit=budget), host))
         model = imported(replace(asked.shape, context=asked.cache))
         options = CompileOptions(asked.cache, asked.tokens, 1, numerics=asked.numerics)
+        model = keep_as_chosen(model, options, self.machine)
         self.plan: Plan = compile_model(model, self.machine, options)
         devices = {d.id: computer.open(d) for d in self.machine.devices}
         rows = ReferenceBackend().open(replace(host, id="host", kind="reference"))

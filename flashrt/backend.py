@@ -126,6 +126,7 @@ class Memory(Protocol):
 
 
 ROOM = 64 << 20  # bytes of a GPU that kernels use in turns: bf16 weights, keys side by side, sums, columns
+LOCKED = 16 << 20  # bytes of host memory from which a buffer can be page-locked where it is
 TRANSIENT = 128 << 20  # bytes beyond which a GPU's code takes the rows of a step bit by bit
 
 # What compiled code of a kind of device may set aside, by operation, or by operation and numerics: backends
@@ -195,9 +196,9 @@ class Remote(Protocol):
         """Zeroed host memory that the device reads by itself: where the inputs of its steps lie, and what
         host devices hand over. Raises MemoryError."""
 
-    def lock(self, memory: U8) -> None:
+    def lock(self, memory: U8) -> bool:
         """Keeps a whole buffer of a host device where it is while this device is open: it is copied from
-        again and again. Does nothing where that can't be."""
+        again and again, and the device reads it by itself. False, and nothing done, where that can't be."""
 
     def read(self, src: Place, out: U8) -> None:
         """The first bytes of a place, as many as `out` has room for."""

@@ -92,7 +92,8 @@ def keep_as_chosen(imported: Imported, options: CompileOptions, machine: Machine
         exact = _exact(imported)
         graph = storage.storage(graph, options.quantize, options.quantize_exclude, exact)
     lossless = options.quantize == storage.LOSSLESS
-    return replace(imported, graph=storage.readable(graph, machine, lossless=lossless))
+    graph = storage.readable(graph, machine, lossless=lossless)
+    return replace(imported, graph=storage.tables(graph, machine))
 
 
 def _exact(imported: Imported) -> dict[str, str]:

@@ -276,7 +276,8 @@ def open_plan(
     threads = threads or knobs.THREADS.get()
     opened: dict[str, OpenDevice] = {}
     with ExitStack() as failed:
-        for id in sorted({i.device for v in plan.variants for i in v.stream.instrs}):
+        used = {x.device for v in plan.variants for x in (*v.stream.instrs, *v.stream.blocks)}
+        for id in sorted(used):
             spec = plan.machine.device(id)
             backend = _backend(spec.kind)
             _check_device(plan, spec, backend)

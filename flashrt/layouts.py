@@ -20,6 +20,9 @@ weights: (j, row, i) low nibble is k = 8*j + i, high nibble k = 8*j + 4 + i. So
 64 consecutive bytes hold, for each of 16 channels, 4 (or 8) consecutive k: what
 an INT8 dot product, a bf16 tile and a GPU warp each want to load at once.
 
+Of each of these there is a form with one row in a group (`q4.1x32`): for tables of which rows are
+looked up, which then lie in one piece. Products have no kernels for it.
+
 Rows are padded to a whole group and K to a whole block with zero weights.
 Vectors and tensors that aren't matrices are stored as f32, row-major.
 """
@@ -27,7 +30,7 @@ Vectors and tensors that aren't matrices are stored as f32, row-major.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -55,6 +58,11 @@ class Layout:
     block: int = BLOCK
     wide: bool = False
     element: np.dtype[np.generic] | None = None
+
+    @property
+    def grouped(self) -> str:
+        """The layout with the same numbers whose groups have 16 rows, or itself."""
+        return self.name.replace(".1x", ".16x")
 
     @property
     def number(self) -> np.dtype[np.floating[Any]]:
@@ -113,8 +121,12 @@ Q8F = Layout("q8f.16x16", 16, bits=8, block=16, wide=True)
 Q8MF = Layout("q8mf.16x32", 16, bits=8, minimum=True, wide=True)
 Q4MF = Layout("q4mf.16x32", 16, bits=4, minimum=True, wide=True)
 Q4MF_16 = Layout("q4mf.16x16", 16, bits=4, minimum=True, block=16, wide=True)
-_ALL = (F32_ROWS, F16_ROWS, BF16_ROWS, Q8, Q4, Q4M, Q8F, Q8MF, Q4MF, Q4MF_16)
-LAYOUTS: Mapping[str, Layout] = {x.name: x for x in _ALL}
+_PLAIN = (F32_ROWS, F16_ROWS, BF16_ROWS)
+_GROUPED = (Q8, Q4, Q4M, Q8F, Q8MF, Q4MF, Q4MF_16)
+_BY_ROW = tuple(replace(x, name=x.name.replace(".16x", ".1x"), rows=1) for x in _GROUPED)
+LAYOUTS: Mapping[str, Layout] = {x.name: x for x in (*_PLAIN, *_GROUPED, *_BY_ROW)}
+MATRICES = tuple(x.name for x in (*_PLAIN, *_GROUPED))  # layouts of matrices that products read
+BY_ROW: Mapping[str, str] = {x.name: y.name for x, y in zip(_GROUPED, _BY_ROW, strict=True)}
 # what a matrix in a layout is rounded to for devices that lack it: scales become f16, or the quants i8
 COARSER: Mapping[str, str] = {
     Q8F.name: Q8.name, Q8MF.name: Q8.name, Q4MF.name: Q4M.name, Q4MF_16.name: Q8.name,

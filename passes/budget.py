@@ -49,8 +49,8 @@ def weights_held(nodes: Iterable[physical.Node], weights: Mapping[str, Weight], 
         for index, name in enumerate(node.inputs):
             if name[0] == "@":
                 lo, hi = rows_used(node, index, weights[name[1:]], known)
-                low, high = held.get((name[1:], node.device), (lo, hi))
-                held[name[1:], node.device] = min(lo, low), max(hi, high)
+                low, high = held.get((name[1:], node.keeper), (lo, hi))
+                held[name[1:], node.keeper] = min(lo, low), max(hi, high)
     return held
 
 

@@ -29,6 +29,7 @@ from flashrt.machine import Device, Machine
 
 Node = logical.Node | physical.Node
 PRODUCTS = ("linear", "expert_linear")  # read their weights as fast as `Device.gemv` says
+LENT = "+lent"  # of a kernel that reads its weight where another device keeps it
 LONGEST = "C"  # the symbol that ops.flops uses for the keys an attention looks at
 
 
@@ -192,4 +193,6 @@ def kernel_of(node: Node, weights: Mapping[str, Weight]) -> str:
     for epilogue in ("bias", "residual"):
         if node.op == "linear" and node.attr(epilogue):
             name += f"+{epilogue}"
+    if node.attr("lender"):
+        name += LENT
     return f"{name}+latent" if node.op == "attention" and node.attr("latent") else name

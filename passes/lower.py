@@ -43,9 +43,9 @@ def lower(graph: physical.Graph, machine: Machine | None = None) -> micro.Stream
 
 @dataclass(slots=True)
 class _Group:
-    """Instructions that use the same blocks; rows used of each block, by name."""
+    """Instructions that use the same blocks; rows used of each block, by name. keeper: whose these are."""
 
-    device: str
+    keeper: str
     instrs: list[micro.Instr]
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -66,6 +66,7 @@ class _Lowering:
         self._homes: dict[tuple[str, str], int] = {}  # (value or input, device) → slot
         self._quantised: dict[tuple[str, micro.SlotRef, str], micro.SlotRef] = {}
         self._groups: list[_Group] = []
+        self._lent: set[tuple[str, str]] = set()  # (block, device) that others read: they stay
 
     def stream(self) -> micro.Stream:
         """Lowers all nodes; ticks are still missing."""
@@ -228,7 +229,9 @@ class _Lowering:
             reads=node.reads, writes=node.writes if writes is None else writes,
             est=node.est, bytes=node.bytes, flops=node.flops, node=node.name,
         )  # fmt: skip
-        group = _Group(node.device, [*(before or ()), instr])
+        group = _Group(node.keeper, [*(before or ()), instr])
+        if node.keeper != node.device:
+            self._lent |= {(i[1:], node.keeper) for i in node.inputs if i[0] == "@"}
         for index, name in enumerate(node.inputs):
             if name[0] == "@":
                 group.rows[name[1:]] = rows_used(node, index, self._weights[name[1:]], self._bounds)
@@ -266,19 +269,22 @@ class _Lowering:
         rows: dict[tuple[str, str], tuple[int, int]] = {}
         for group in self._groups:
             for name, (lo, hi) in group.rows.items():
-                low, high = rows.get((name, group.device), (lo, hi))
-                rows[name, group.device] = min(lo, low), max(hi, high)
+                low, high = rows.get((name, group.keeper), (lo, hi))
+                rows[name, group.keeper] = min(lo, low), max(hi, high)
         return {
-            (name, device): micro.Block(name, device, lo, hi, block_bytes(self._weights[name], lo, hi))
-            for (name, device), (lo, hi) in rows.items()
-        }
+            key: micro.Block(
+                *key, lo, hi, block_bytes(self._weights[key[0]], lo, hi),
+                home="resident" if key in self._lent else "ring",
+            )
+            for key, (lo, hi) in rows.items()
+        }  # fmt: skip
 
     def _loaded(self, blocks: Mapping[tuple[str, str], micro.Block]) -> Iterator[micro.Instr]:
         """All instructions, each block loaded directly before its first use and evicted after its last."""
-        last = {(name, g.device): i for i, g in enumerate(self._groups) for name in g.rows}
+        last = {(name, g.keeper): i for i, g in enumerate(self._groups) for name in g.rows}
         loaded: set[tuple[str, str]] = set()
         for i, group in enumerate(self._groups):
-            keys = [(name, group.device) for name in group.rows]
+            keys = [key for name in group.rows if (key := (name, group.keeper)) not in self._lent]
             for key in keys:
                 if key not in loaded:
                     loaded.add(key)

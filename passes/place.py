@@ -18,6 +18,7 @@ from flashrt.ir.bounds import Bounds
 from flashrt.ir.types import State, Weight
 from flashrt.layouts import aligned
 from flashrt.machine import Machine
+from flashrt.passes.beside import beside_their_takers, beside_their_values
 from flashrt.passes.budget import (
     HOSTS,
     Held,
@@ -219,7 +220,7 @@ class _Plans:
         plans = [self._plan(seats, name=name) for name, seats in ways.items()]
         if len(ways) > 1:
             for dealt in deal(self._task):
-                seats = self._beside_their_values(dealt.seats)
+                seats = beside_their_takers(beside_their_values(dealt.seats, self._task), self._task)
                 if all(_devices(seats) != _devices(p.seats) for p in plans):
                     causes = {name: c for name, c in dealt.causes.items() if seats[name] == dealt.seats[name]}
                     plans.append(self._plan(seats, dealt.splits, causes))
@@ -238,7 +239,7 @@ class _Plans:
             seat = seats.get(node.name)
             if not isinstance(seat, Whole) or node.name in self._task.fixed or not cuttable(node):
                 continue
-            if self._task.machine.device(seat.device).kind not in HOSTS:
+            if self._task.kind(seat.device) not in HOSTS:
                 continue
             for gpu, ring in self._rings.items():
                 able = not self._task.obstacle(node, gpu)
@@ -293,22 +294,14 @@ class _Plans:
             replace(n.budget, weights=min(n.budget.weights, n.left)) if n.least <= n.left else n.budget
             for n in needs
         )
-        lacks = "; ".join(n.short() for n in needs if n.least > n.left)
+        lenders = {n.keeper for n in nodes if n.keeper != n.device}
+        lacks = "; ".join(
+            n.short() if n.least > n.left else f"{n.budget.device} doesn't keep what it would lend"
+            for n in needs
+            if n.least > n.left or (n.budget.device in lenders and n.left < n.budget.weights)
+        )
         whole = replace(whole, budgets=budgets)
         return _Plan(name or " and ".join(used), seats, whole, total, "; ".join(streams), lacks, causes or {})
-
-    def _beside_their_values(self, seats: Mapping[str, Seat]) -> Mapping[str, Seat]:
-        """Some rows of a value are taken where it is: only they cross between devices then."""
-        out = dict(seats)
-        for node in self._task.graph.nodes:
-            if node.op != "rows" or node.name in self._task.fixed:
-                continue
-            here, value = seats.get(node.name), seats.get(node.inputs[0].removeprefix("%"))
-            if not isinstance(here, Whole) or not isinstance(value, Whole) or here.device == value.device:
-                continue
-            if not self._task.obstacle(node, value.device):
-                out[node.name] = Whole(value.device, False, "beside the value whose rows it takes")
-        return out
 
     def _weights(self, nodes: Sequence[physical.Node]) -> tuple[Weight, ...]:
         """The graph's weights, and the parts of them in use."""
@@ -330,7 +323,7 @@ class _Plans:
         """What each device would hold; devices of one memory count together what they share."""
         known = Bounds.of(whole)
         held = weights_held(whole.nodes, self._task.weights, known)
-        used = dict.fromkeys(n.device for n in whole.nodes)
+        used = dict.fromkeys(d for n in whole.nodes for d in (n.device, n.keeper))
         moved = transfer(whole, self._task.machine) if len(used) > 1 else whole
         needs = [self._need(d, [n for n in moved.nodes if n.device == d], held, moved) for d in used]
         both = {
@@ -364,7 +357,8 @@ class _Plans:
         passing = {name: size * (name in passes) for name, size in sizes.items()}
         through = sum(passing.values())
         least = budget.weights - through if stays else 0
-        least += peak_weights(nodes, passing if stays else sizes)
+        readers = [n for n in whole.nodes if n.keeper == id]
+        least += peak_weights(readers, passing if stays else sizes)
         through -= sum(self._lending.copied(task.weights[name], id) for name in passes)
         return Need(budget, least, task.earlier.reserve.get(id, 0), through)
 
@@ -392,6 +386,7 @@ def _node(part: Part, prices: Prices) -> physical.Node:
     node, cost = part.node, prices.cost(part)
     shard = None if part.lo is None or part.hi is None else physical.Range(part.lo, part.hi)
     share = physical.Range(*part.shares[:2]) if part.shares else None
+    attrs = (*node.attrs, ("lender", part.lender)) if part.lender else node.attrs
     if part.merge:
         return physical.Node(
             name=part.name, op="merge", inputs=part.inputs, type=part.type, device=part.device,
@@ -399,7 +394,7 @@ def _node(part: Part, prices: Prices) -> physical.Node:
         )  # fmt: skip
     return physical.Node(
         name=part.name, op=f"host.{node.op}" if part.host else node.op, inputs=part.inputs,
-        type=part.type, device=part.device, of=part.of, shard=shard, part=share, attrs=node.attrs,
+        type=part.type, device=part.device, of=part.of, shard=shard, part=share, attrs=attrs,
         numerics=node.numerics, reads=node.reads, writes=node.writes,
         est=cost.est, bytes=cost.bytes, flops=cost.flops, origin=node.origin,
     )  # fmt: skip
@@ -407,7 +402,7 @@ def _node(part: Part, prices: Prices) -> physical.Node:
 
 def _devices(seats: Mapping[str, Seat]) -> dict[str, object]:
     """What tells two ways apart, whatever was said for them."""
-    return {name: seat.device if isinstance(seat, Whole) else seat for name, seat in seats.items()}
+    return {name: (s.device, s.lender) if isinstance(s, Whole) else s for name, s in seats.items()}
 
 
 # ---- causes ------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from flashrt.ir import logical
 from flashrt.ir.types import Dim, TensorType, evaluate
-from flashrt.machine import Machine
+from flashrt.machine import Device, Machine
 from flashrt.passes.cost import Cost, Costs, price
 from flashrt.passes.spread import Part
 
@@ -34,6 +34,8 @@ class Prices:
         if part.merge:
             return Cost(MERGE, 0, 0)
         device = self.machine.device(part.device)
+        if part.lender:
+            return self._over_the_link(part, device)
         if part.sum:
             return price(part.type.bytes * 3, part.type.elements, part.node.numerics, device)
         whole = self._costs.of(part.node.name, part.device)
@@ -47,6 +49,14 @@ class Prices:
             moved = least + (whole.bytes - least) * share
             self._parts[key] = price(moved, whole.flops * share, node.numerics, device, node.op)
         return self._parts[key]
+
+    def _over_the_link(self, part: Part, device: Device) -> Cost:
+        """A part that reads its weight where another device keeps it."""
+        whole, link = self._costs.of(part.node.name, part.device), self.machine.link(part.lender, part.device)
+        own = part.type.bytes
+        beside = price(own, whole.flops, part.node.numerics, device, part.node.op).est
+        crossing = (whole.bytes - own) * float(f"{1e6 / link.rate.value:.4g}") + link.latency.value
+        return Cost(beside + crossing, whole.bytes, whole.flops)
 
     def _fixed(self, part: Part) -> TensorType:
         """What every part of a product moves whole: input for some channels, result for some columns."""

@@ -24,11 +24,15 @@ Lanes = Mapping[str, tuple[logical.Node, ...]]  # of `units.lanes`
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A node on one device. host: as a row of the reference implementation; obstacle: why there."""
+    """A node on one device. host: as a row of the reference implementation; obstacle: why there.
+
+    lender: the device that keeps its weight, where that is another.
+    """
 
     device: str
     host: bool = False
     obstacle: str = ""
+    lender: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Part:
     """What becomes one node of the physical graph: a shard, a part, a merge, a sum or a whole node.
 
     of: the value it is a part of; lo, hi: which channels (None: all). node: what it is a part of; where it is
-    made of shares (from, to, of how many), the smaller node.
+    made of shares (from, to, of how many), the smaller node. lender: as a seat has it.
     """
 
     name: str
@@ -89,6 +93,7 @@ class Part:
     host: bool = False
     sum: bool = False
     shares: tuple[int, int, int] | None = None
+    lender: str = ""
 
     @property
     def type(self) -> TensorType:
@@ -145,7 +150,8 @@ class _Layout:
             self._sum(node, seat)
         elif isinstance(seat, Whole):
             inputs = tuple(self.whole(i, seat.device) for i in node.inputs)
-            self.parts.append(Part(node.name, node, seat.device, inputs, node.name, host=seat.host))
+            part = Part(node.name, node, seat.device, inputs, node.name, host=seat.host, lender=seat.lender)
+            self.parts.append(part)
         elif node.op != "slice":  # the slices of a joint product are what it is made as
             for piece in self._pieces(node):
                 self._shards[piece.name] = [

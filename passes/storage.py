@@ -8,12 +8,13 @@ from dataclasses import replace
 from flashrt.errors import PlanError
 from flashrt.ir import logical
 from flashrt.ir.types import Dim
-from flashrt.layouts import COARSER, LAYOUTS
+from flashrt.layouts import BY_ROW, COARSER, LAYOUTS
 from flashrt.machine import Device, Machine
 
 LOSSLESS = "lossless"
 TARGETS: Mapping[str, str] = {"q4": "q4m.16x32", "q8": "q8.16x32", "bf16": "bf16"}
-_READS_ROWS = ("linear", "embedding", "moe")  # operations, without their library, that read any layout
+_LOOKUP = "embedding"
+_READS_ROWS = ("linear", _LOOKUP, "moe")  # operations, without their library, that read any layout
 _EXPERTS = (3, 4)  # matrices among the inputs of "moe"
 
 
@@ -65,6 +66,26 @@ def readable(graph: logical.Graph, machine: Machine, *, lossless: bool = False) 
     lacking = {name for name in COARSER if not all(_reads(d, name) for d in machine.devices)}
     instead = {name: "f32" if lossless else COARSER[name] for name in lacking}
     weights = (replace(w, layout=instead.get(w.layout, w.layout)) for w in graph.weights)
+    return replace(graph, weights=tuple(weights))
+
+
+def tables(graph: logical.Graph, machine: Machine) -> logical.Graph:
+    """weight layout=q4.16x32 → weight layout=q4.1x32: matrices of which rows are looked up, and nothing else.
+
+    A row then lies in one piece, and not among fifteen others. Only where every device that has a kernel for
+    the one has one for the other.
+    """
+    readers = _readers(graph)
+    looked_up = {name for name, nodes in readers.items() if all(_op(n) == _LOOKUP for n in nodes)}
+    kernels = [{k for k, _ in d.kernels} for d in machine.devices]
+    by_row = {
+        x: y
+        for x, y in BY_ROW.items()
+        if all(f"{_LOOKUP}.{x}" not in known or f"{_LOOKUP}.{y}" in known for known in kernels)
+    }
+    weights = (
+        replace(w, layout=by_row.get(w.layout, w.layout)) if w.name in looked_up else w for w in graph.weights
+    )
     return replace(graph, weights=tuple(weights))
 
 

@@ -130,7 +130,9 @@ def seats_of(graph: physical.Graph) -> dict[str, Seat]:
         elif node.shard is None and node.of in out:
             out[node.of] = _copied(out[node.of], node.device)
         elif node.shard is None:
-            out[node.of] = Whole(node.device, node.op.startswith("host."))
+            out[node.of] = Whole(
+                node.device, node.op.startswith("host."), lender=str(node.attr("lender", ""))
+            )
         else:
             shards.setdefault((node.of, node.name.rpartition("#")[0]), []).append(node)
     for (value, piece), nodes in shards.items():
@@ -184,6 +186,10 @@ class Task:
     def weights(self) -> dict[str, Weight]:
         """By name, with the parts of weights that were made so far."""
         return self.parts.weights
+
+    def kind(self, device: str) -> str:
+        """A device's."""
+        return self.machine.device(device).kind
 
     def states(self, nodes: Iterable[Node]) -> list[State]:
         """The states that the nodes use, or parts of states."""

@@ -22,6 +22,7 @@ from flashrt.ir.order import loaded_at_start
 from flashrt.ir.types import evaluate
 from flashrt.layouts import aligned
 from flashrt.machine import Device, Link, Machine
+from flashrt.passes.beside import LOOKUPS
 from flashrt.passes.budget import HOSTS, pool_of, room_of, state_bytes, weight_road
 from flashrt.passes.cost import block_bytes, kernel_of
 from flashrt.passes.experts import able, cache_bytes, cached, layers_of, router_bytes
@@ -35,7 +36,6 @@ from flashrt.passes.task import Earlier, Settled, seats_of
 PROMPT, ANSWER = 2048, 128  # tokens of the request by which manners are compared
 FIRST = 0.1  # of its time, that a ring and state beside it are worth: prompts and contexts may be longer
 BESIDE = 0.83  # of a link's rate is left while the processor reads the same memory: 0.80 to 0.91 measured
-LOOKUPS = ("embedding",)  # operations that read some rows of a weight: it may stay in the host's memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from flashrt.layouts import BLOCK, LAYOUTS, Q4, Q4M, Q8, Layout, pack_plain, pack_quants, unpack
+from flashrt.layouts import BLOCK, BY_ROW, LAYOUTS, Q4, Q4M, Q8, Layout, pack_plain, pack_quants, unpack
 
 Quants = NDArray[np.int64]
 Numbers = NDArray[np.floating]
@@ -35,7 +35,7 @@ def quants(layout: Layout, n: int, nblk: int, seed: int) -> tuple[Quants, list[N
 def meaning(layout: Layout, q: Quants, per_block: list[Numbers]) -> NDArray[np.float32]:
     """The weights by the formula of the module's docstring, in float32."""
     scale = per_block[0].astype(np.float32)[..., None]
-    centred = q.astype(np.float32) - (8 if layout is Q4 else 0)
+    centred = q.astype(np.float32) - (8 if layout.grouped == Q4.name else 0)
     minimum = per_block[1].astype(np.float32)[..., None] if layout.minimum else np.float32(0)
     return (scale * centred + minimum).reshape(q.shape[0], -1)
 
@@ -113,7 +113,8 @@ def test_sizes() -> None:
     assert LAYOUTS["bf16"].bytes(3, 5) == 30
     assert LAYOUTS["q8f.16x16"].bytes(16, 64) == 2 * 16 * (32 + 2 * 4)
     bits = {x.name: x.weight_bits for x in QUANTS}
-    assert bits == {
+    assert all(bits[by_row] == bits[x] and LAYOUTS[by_row].grouped == x for x, by_row in BY_ROW.items())
+    assert {x: bits[x] for x in BY_ROW} == {
         "q4.16x32": 4.5, "q4m.16x32": 5, "q4mf.16x32": 6, "q4mf.16x16": 8,
         "q8.16x32": 8.5, "q8f.16x16": 10, "q8mf.16x32": 10,
     }  # fmt: skip

@@ -19,7 +19,7 @@ from flashrt.ir.ops import (
     LINEAR_I8,
     PRODUCTS,
 )
-from flashrt.layouts import LAYOUTS, Layout
+from flashrt.layouts import LAYOUTS, MATRICES, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,15 @@ TILES = frozenset({"avx512f", "avx512bw", "avx512bf16", "amx-tile", "amx-bf16"})
 _ACTS = ("silu", "gelu", "gelu_tanh", "relu", "tanh", "sigmoid")
 
 
-def _matrices(layout: Layout) -> dict[str, KernelEntry]:
-    if layout.element is None:
-        makers = ("quantised", "quantised_embedding")
-    else:
-        makers = ("plain", "plain_embedding")
-    names, args, requires = ("linear", "embedding"), (layout.name,), _widening(layout)
-    return {
-        f"{n}.{layout.name}": KernelEntry("linear", m, args, requires=requires)
-        for n, m in zip(names, makers, strict=True)
-    }
+def _exact(layout: Layout) -> dict[str, KernelEntry]:
+    maker = "plain" if layout.bits == 0 else "quantised"
+    return {f"linear.{layout.name}": KernelEntry("linear", maker, (layout.name,), requires=_widening(layout))}
+
+
+def _table(layout: Layout) -> dict[str, KernelEntry]:
+    maker = "plain_embedding" if layout.bits == 0 else "quantised_embedding"
+    entry = KernelEntry("linear", maker, (layout.name,), requires=_widening(layout))
+    return {f"embedding.{layout.name}": entry}
 
 
 def _widening(layout: Layout) -> frozenset[str]:
@@ -98,16 +97,17 @@ def _heads(products: Mapping[str, KernelEntry]) -> dict[str, KernelEntry]:
     }
 
 
-PACKED = tuple(layout for layout in LAYOUTS.values() if layout.bits)
+PACKED = tuple(LAYOUTS[x] for x in MATRICES if LAYOUTS[x].bits)
 _PRODUCTS: Mapping[str, KernelEntry] = {
     **{name: entry for layout in PACKED for name, entry in _i8(layout).items()},
     **{name: entry for layout in PACKED for name, entry in _bf16(layout).items()},
-    **{name: entry for layout in LAYOUTS.values() for name, entry in _matrices(layout).items()},
+    **{name: entry for x in MATRICES for name, entry in _exact(LAYOUTS[x]).items()},
 }
 KERNELS: Mapping[str, KernelEntry] = {
     **_PRODUCTS,
     **_experts(_PRODUCTS),
     **_heads(_PRODUCTS),
+    **{name: entry for layout in LAYOUTS.values() for name, entry in _table(layout).items()},
     "rms_norm": KernelEntry("norm", "rms_norm"),
     "layer_norm": KernelEntry("norm", "layer_norm"),
     "rope_table": KernelEntry("rope", "rope_table"),
@@ -170,11 +170,11 @@ _PLAIN = (
 
 def offered() -> tuple[tuple[str, str], ...]:
     """(kernel, numerics) pairs as dispatches name them, epilogues included."""
-    kinds = [(x, n) for n in _LINEARS for x in LAYOUTS if candidates(f"linear.{x}", n)]
+    kinds = [(x, n) for n in _LINEARS for x in MATRICES if candidates(f"linear.{x}", n)]
     linears = [(f"linear.{x}{e}", n) for x, n in kinds for e in EPILOGUES]
     experts = [(f"expert_linear.{x}", n) for x, n in kinds]
     tables = [(f"embedding.{x}", EXACT) for x in LAYOUTS]
-    heads = [(f"head_linear.{x}", LINEAR_EXACT) for x in LAYOUTS]
+    heads = [(f"head_linear.{x}", LINEAR_EXACT) for x in MATRICES]
     attentions = [(name, n) for name in ("attention", "attention+latent") for n in _ATTENTIONS]
     plain = [(name, EXACT) for name in _PLAIN]
     return (

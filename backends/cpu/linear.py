@@ -215,23 +215,23 @@ def plain_embedding(element: str) -> Kernel:
 def quantised_embedding(name: str) -> Kernel:
     """Rows of a packed layout: exactly `layouts.unpack`."""
     layout = LAYOUTS[name]
-    minimum, shift = layout.minimum, layout.block.bit_length() - 1
+    minimum, shift, rows = layout.minimum, layout.block.bit_length() - 1, layout.rows
     quant_bytes, scale_bytes, block_bytes = layout.quant_bytes, layout.scale_bytes, layout.block_bytes
     number, item = element_as_f32("f32" if layout.wide else "f16"), layout.number.itemsize
     store_word, in_word = word_as_f32(layout), 32 // layout.bits
 
     @inner
     def decode(weights, id, count, y):
-        blocks, channel = (count + 31) >> 5, id & 15
-        group = weights + (id >> 4) * blocks * block_bytes
+        blocks, channel = (count + 31) >> 5, id % rows
+        group = weights + id // rows * blocks * block_bytes
         scales = group + blocks * quant_bytes + item * channel
         tail = stack(64)
         for first in range(0, count, 1 << shift):  # numbers that share a scale
-            at = scales + 16 * item * (first >> shift)
+            at = scales + rows * item * (first >> shift)
             scale = number(at)
             least = number(at + blocks * scale_bytes) if minimum else types.float32(0)
             for k in range(first, min(first + (1 << shift), count), in_word):
-                word_at = group + (k >> 5) * quant_bytes + (k & 31) // in_word * 64 + 4 * channel
+                word_at = group + (k >> 5) * quant_bytes + 4 * ((k & 31) // in_word * rows + channel)
                 if count - k >= in_word:
                     store_word(y + 4 * k, word_at, scale, least)
                 else:

@@ -214,7 +214,7 @@ def word_as_f32(layout: Layout) -> Any:
     def store(typing, y, source, scale, least):
         def codegen(context, b, signature, args):
             y, source, scale, least = args
-            quants = splat(b, load_at(b, source, I32, 0, 4), count)
+            quants = splat(b, load_at(b, source, I32), count)
             if layout.bits == 8 and not layout.minimum:
                 high = b.shl(quants, ir.Constant(kind, [24 - shift for shift in shifts]))
                 quants = b.ashr(high, ir.Constant(kind, [24] * count))

@@ -170,7 +170,7 @@ class Code:
         self._since = self._over = 0  # when the last step was enqueued, and when it was through
         stream = memory.stream
         self._slots = {s.id: s for s in stream.slots}
-        self._blocks = {b.name: b for b in stream.blocks if b.device == device}
+        self._blocks = {(b.name, b.device): b for b in stream.blocks}
         self._scratch = scratch
         self._twins = {id: self._twin(id) for id in self._inputs(instrs)}
         here = driver.pinned(8 * MOST_SIZES)

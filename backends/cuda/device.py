@@ -83,9 +83,10 @@ class CudaDevice:
             return None
         return Moves(moves, memory, self.spec.id, self.driver)
 
-    def lock(self, memory: U8) -> None:
-        """Keeps host memory where it is while this device is open, for copies at the link's full rate."""
-        self.driver.lock(memory)
+    def lock(self, memory: U8) -> bool:
+        """Keeps host memory where it is while this device is open, for copies at the link's full rate and
+        for kernels that read it. Whether that can be."""
+        return self.driver.lock(memory)
 
     def close(self) -> None:
         """Lets go of locked memory; the device's own goes with its last buffer, graphs with their code."""

@@ -19,13 +19,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flashrt.backend import U8, Rect
+from flashrt.backend import LOCKED, U8, Rect
 from flashrt.backends.cuda.args import Launch
 from flashrt.backends.cuda.compile import cubins
 from flashrt.backends.cuda.operands import Limits
 from flashrt.errors import DeviceError
 
-LARGE = 16 << 20  # bytes from which the CPU's memory is mapped for itself, in whole pages
 STREAMS: dict[int, Any] = {}  # of kernels, by torch's number of the device
 SPINS = 64  # looks at an event, of a microsecond each, before the thread sleeps until it is reached
 
@@ -74,9 +73,9 @@ class Driver(Protocol):
     def pinned(self, nbytes: int) -> U8:
         """Zeroed host memory that the device can read. Raises MemoryError."""
 
-    def lock(self, memory: U8) -> None:
-        """Keeps a whole buffer of the host's where it is, so that copies go at the link's full rate; does
-        nothing where that can't be or isn't worth it. It stays so until `close`."""
+    def lock(self, memory: U8) -> bool:
+        """Keeps a whole buffer of the host's where it is, so that copies go at the link's full rate and
+        kernels can read it, until `close`. False where that can't be, or it is small."""
 
     def trim(self) -> None:
         """Gives back memory that is set aside but not in use."""
@@ -136,6 +135,7 @@ class GpuDriver:
             together=self._attribute(index, "MPS_ENABLED") == 0,
         )
         self.polls = self._attribute(index, "KERNEL_EXEC_TIMEOUT") == 0
+        self._reads_locked = self._attribute(index, "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM") == 1
         self.apart = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0")
         self._overlaps = (found.major, found.minor) >= (9, 0)
         self._context = self._check(driver.cuCtxGetCurrent())
@@ -176,7 +176,7 @@ class GpuDriver:
             raise MemoryError(f"{nbytes} bytes wanted, {free} free") from None
 
     def pinned(self, nbytes: int) -> U8:
-        if nbytes < LARGE:
+        if nbytes < LOCKED:
             try:
                 small: U8 = self._torch.zeros(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()
             except RuntimeError as error:
@@ -198,13 +198,16 @@ class GpuDriver:
         cuda.cuMemFreeHost(address)
         cuda.cuCtxPopCurrent()
 
-    def lock(self, memory: U8) -> None:
-        if memory.nbytes < LARGE:  # it has pages in common with who knows what
-            return
+    def lock(self, memory: U8) -> bool:
+        if memory.nbytes < LOCKED:  # it has pages in common with who knows what
+            return False
         self._enter()
         start, portable = memory.ctypes.data, self._cuda.CU_MEMHOSTREGISTER_PORTABLE
-        if LOCKS.take(start, lambda: self._cuda.cuMemHostRegister(start, memory.nbytes, portable)[0] == 0):
-            self._locked.append(memory)
+        register = partial(self._cuda.cuMemHostRegister, start, memory.nbytes, portable)
+        if not LOCKS.take(start, lambda: register()[0] == 0):
+            return False
+        self._locked.append(memory)
+        return self._reads_locked
 
     def trim(self) -> None:
         self._torch.cuda.empty_cache()

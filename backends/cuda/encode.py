@@ -23,6 +23,7 @@ from flashrt.errors import PlanError
 from flashrt.ir import micro, text
 from flashrt.ir.ops import ATTENTION_BF16, PAGE
 from flashrt.ir.types import Dim
+from flashrt.layouts import BLOCK, BY_ROW
 
 ACTS = {"silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "tanh": 5, "sigmoid": 6}
 MAPS = {"gated": 0, "activation": 1, "add": 2, "mul": 3, "scale": 4, "softcap": 5}
@@ -68,11 +69,15 @@ def _out(joint: Joint, ops: Operands) -> tuple[Tensor, int]:
 
 
 def _embedding(joint: Joint, instr: micro.Dispatch, ops: Operands) -> list[Step]:
-    ids, w, y = ops.index(instr.args[0]), ops.matrix(instr.args[1]), ops.tensor(instr.dst)
+    ids, y = ops.index(instr.args[0]), ops.tensor(instr.dst)
+    w = ops.matrix(instr.args[1], instr.keeper)
     fields = args.Embedding(
-        ids.address, int(ids.item == 8), w.address, 0, w.n, w.k, FORMATS[w.layout.name],
+        ids.address, int(ids.item == 8), w.address, 0, w.n, w.k, FORMATS[w.layout.grouped],
         y.address, y.stride, ops.rows(ids.rows),
     )  # fmt: skip
+    if w.layout.name in BY_ROW.values():
+        blocks = -(-w.k // (BLOCK * 128))
+        return [launch("embedding_rows", (blocks, ops.number(ids.rows)), 128, fields)]
     return [launch("embedding", (_over(w.k), ops.number(ids.rows)), 256, fields)]
 
 

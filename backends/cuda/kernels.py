@@ -19,11 +19,12 @@ from flashrt.ir.ops import (
     LINEAR_EXACT,
     LINEAR_I8,
 )
-from flashrt.layouts import LAYOUTS
+from flashrt.layouts import BY_ROW, LAYOUTS
 
 KIND = "gpu"
 STORED = ("f32", "f16", "bf16", "q4.16x32", "q4m.16x32", "q8.16x32")  # layouts that kernels read
 ROUNDED = ("q4.16x32", "q4m.16x32", "q8.16x32", "bf16")  # layouts whose products take bf16 activations
+TABLES = (*STORED, *(BY_ROW[x] for x in STORED if x in BY_ROW))  # those that rows are looked up in
 PLAIN = ("f32", "f16", "bf16")  # those that products by heads read
 _ATTENTIONS = (ATTENTION_EXACT, ATTENTION_CACHED, ATTENTION_BF16)
 _PLAIN = (
@@ -40,7 +41,8 @@ def offered() -> tuple[tuple[str, str], ...]:
     return (
         *((f"linear.{layout}{e}", numerics) for layout, numerics in kinds for e in EPILOGUES),
         *((f"expert_linear.{layout}", numerics) for layout, numerics in kinds),
-        *((f"embedding.{layout}", EXACT) for layout in STORED),
+        *((f"embedding.{layout}", EXACT) for layout in TABLES),
+        *((f"embedding.{layout}+lent", EXACT) for layout in TABLES if LAYOUTS[layout].rows == 1),
         *((name, EXACT) for name in _PLAIN),
         *((f"head_linear.{layout}", LINEAR_EXACT) for layout in PLAIN),
         *((name, n) for name in ("attention", "attention+latent") for n in _ATTENTIONS),

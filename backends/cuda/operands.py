@@ -152,7 +152,7 @@ class Operands:
     twins: Mapping[int, Twin]
     scratch: Callable[[str, int], Any]
     slots: dict[int, micro.Slot]
-    blocks: Mapping[str, micro.Block]
+    blocks: Mapping[tuple[str, str], micro.Block]
     moved: Mapping[int, Place | None] = field(default_factory=dict)
     tiled: Mapping[int, int] = field(default_factory=dict)
 
@@ -246,15 +246,16 @@ class Operands:
         """Rows of a bf16 matrix as a tensor of torch."""
         import torch
 
-        matrix, place = self.matrix(arg), self._block(arg.block)  # type: ignore[union-attr]
+        matrix, (_, place) = self.matrix(arg), self._kept(arg.block, self.device)  # type: ignore[union-attr]
         start = matrix.address - int(place.buffer.data_ptr())
         flat = place.buffer[start : start + 2 * matrix.n * matrix.k]
         return flat.view(torch.bfloat16).view(matrix.n, matrix.k)
 
-    def matrix(self, arg: micro.Arg) -> Matrix:
+    def matrix(self, arg: micro.Arg, keeper: str = "") -> Matrix:
+        """Rows of a weight. keeper: the device that has it, where that is another."""
         assert isinstance(arg, micro.BlockRef), arg
         weight = next(w for w in self.memory.stream.weights if w.name == arg.block)
-        block, place = self.blocks[arg.block], self._block(arg.block)
+        block, place = self._kept(arg.block, keeper or self.device)
         shape = [size(d, {}) for d in weight.type.shape] or [1]
         layout = LAYOUTS[weight.layout or "f32"]
         k = shape[1] if len(shape) == 2 else int(np.prod(shape[1:], dtype=np.int64))
@@ -264,13 +265,14 @@ class Operands:
         per_row = layout.group_bytes(k) // layout.rows
         return Matrix(address_of(place) + (lo - block.lo) * per_row, hi - lo, k, layout)
 
-    def _block(self, name: str) -> Place:
-        """Where a block lies; one that comes and goes may not be there yet."""
-        if self.blocks[name].home == "ring":
-            return self.memory.ring(name, self.device)
-        place = self.memory.block(name, self.device)
+    def _kept(self, name: str, device: str) -> tuple[micro.Block, Place]:
+        """A block of a device and where it lies; one that comes and goes may not be there yet."""
+        block = self.blocks[name, device]
+        if block.home == "ring":
+            return block, self.memory.ring(name, device)
+        place = self.memory.block(name, device)
         assert place is not None, f"{name} isn't loaded"
-        return place
+        return block, place
 
     def vector(self, arg: micro.Arg | None) -> int:
         """Address of f32 values in a slot or a block; 0 for none."""

@@ -187,7 +187,7 @@ def _dispatch(
     if kernel.op == "embedding":
         ids, table = d.args
         assert isinstance(ids, micro.SlotRef) and isinstance(table, micro.BlockRef)
-        dst[...] = access.rows(table, d.device, access.slot(ids, env))
+        dst[...] = access.rows(table, d.keeper, access.slot(ids, env))
         return
     args = _arrays(d.args, d.device, access, env)
     out = TensorType(access.slots[d.dst.slot].type.dtype, dst.shape)

@@ -40,7 +40,7 @@ def read_kernel(name: str) -> Kernel:
     """Takes a name apart; `host.` in front means nothing here. PlanError naming known ones close to it."""
     head, *epilogue = name.removeprefix("host.").split("+")
     op, layout = (head, "") if head.split(".")[0] in _DOTTED else (head.partition(".")[0::2])
-    behind = {"bias", "residual", "latent"}
+    behind = {"bias", "residual", "latent", "lent"}
     if not known(op) or (layout and layout not in LAYOUTS) or not behind.issuperset(epilogue):
         names = [k for k, _ in kernels()]
         close = ", ".join(difflib.get_close_matches(name, names, 5, 0.4)) or ", ".join(OPS)

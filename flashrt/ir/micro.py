@@ -181,7 +181,8 @@ class Dispatch:
 
     Kernel names are `op.format+epilogue`, e.g. `linear.q4m.16x32+bias`; the
     epilogue `+residual` adds the last argument. `host.<op>` runs on the
-    reference implementation in host memory.
+    reference implementation in host memory. `+lent` reads its weight where
+    another device keeps it, the `lender` among the attributes.
 
     kernel: which kernel; the device's backend lists the ones it has.
     args: slots and weight blocks, in the kernel's order.
@@ -213,6 +214,11 @@ class Dispatch:
 
     def attr(self, key: str, default: Value = None) -> Value:
         return next((v for k, v in self.attrs if k == key), default)
+
+    @property
+    def keeper(self) -> str:
+        """The device that keeps the weights it reads: its own, or the `lender` among its attributes."""
+        return str(self.attr("lender") or self.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

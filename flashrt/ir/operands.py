@@ -92,7 +92,7 @@ class _Finder:
                 src, dst = self.type(instr.src, instr.device), self.type(instr.dst, instr.device)
                 return _Call("quantize", (src,), dst, instr.scheme)
             case micro.Dispatch() if not instr.kernel.startswith("host."):
-                args = tuple(self.type(a, instr.device) for a in instr.args)
+                args = tuple(self.type(a, instr.keeper) for a in instr.args)
                 made = None if instr.dst is None else self.type(instr.dst, instr.device)
                 scheme = instr.numerics.partition("act=")[2].partition(" ")[0]
                 states = tuple(self._states[s] for s in (*instr.writes, *instr.reads))

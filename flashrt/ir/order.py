@@ -48,7 +48,7 @@ def accesses(instr: micro.Instr) -> tuple[tuple[Access, ...], tuple[Access, ...]
     device = instr.device
     match instr:
         case micro.Dispatch():
-            reads = [_argument(arg, device) for arg in instr.args]
+            reads = [_argument(arg, device, instr.keeper) for arg in instr.args]
             reads += [Access("state", device, name) for name in instr.reads]
             writes = [Access("state", device, name) for name in instr.writes]
             if instr.dst is not None:
@@ -64,10 +64,10 @@ def accesses(instr: micro.Instr) -> tuple[tuple[Access, ...], tuple[Access, ...]
             return (), (Access("block", device, instr.block),)
 
 
-def _argument(arg: micro.Arg, device: str) -> Access:
+def _argument(arg: micro.Arg, device: str, keeper: str = "") -> Access:
     if isinstance(arg, micro.SlotRef):
         return Access("slot", device, arg.slot, arg.lo, arg.hi)
-    return Access("block", device, arg.block, arg.lo, arg.hi)
+    return Access("block", keeper or device, arg.block, arg.lo, arg.hi)
 
 
 def loaded_at_start(stream: micro.Stream) -> set[Ring]:

@@ -86,6 +86,11 @@ class Node:
     def attr(self, key: str, default: Value = None) -> Value:
         return next((v for k, v in self.attrs if k == key), default)
 
+    @property
+    def keeper(self) -> str:
+        """The device that keeps the weights it reads: its own, or the `lender` among its attributes."""
+        return str(self.attr("lender") or self.device)
+
 
 @dataclass(frozen=True, slots=True)
 class Graph:

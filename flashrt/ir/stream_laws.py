@@ -165,6 +165,21 @@ def on_device(memory: MemoryMap) -> Iterator[Violation]:
                 yield Violation(f"{named(memory.stream, at)} {what}", at)
 
 
+def lent_stays(memory: MemoryMap) -> Iterator[Violation]:
+    """A block that is read where another device keeps it is resident there; the kernel says `+lent`."""
+    resident = {(b.name, b.device) for b in memory.stream.blocks if b.home == "resident"}
+    for at, instr in enumerate(memory.stream.instrs):
+        if not isinstance(instr, micro.Dispatch):
+            continue
+        lent = instr.keeper != instr.device
+        if lent != ("lent" in instr.kernel.split("+")[1:]):
+            yield Violation(f"{named(memory.stream, at)} runs {instr.kernel} on blocks of {instr.keeper}", at)
+        for arg in instr.args if lent else ():
+            if isinstance(arg, micro.BlockRef) and (arg.block, instr.keeper) not in resident:
+                what = f"reads @{arg.block} on {instr.keeper}, where it isn't resident"
+                yield Violation(f"{named(memory.stream, at)} {what}", at)
+
+
 def copies_floats(memory: MemoryMap) -> Iterator[Violation]:
     """A transfer in the lane "compute" copies f32: its device's kernels do it."""
     for at, instr in enumerate(memory.stream.instrs):
@@ -329,6 +344,8 @@ MICRO: tuple[Law[MemoryMap], ...] = (
     Law("ticks-unique", ticks_unique, "number the ticks anew"),
     Law("waits-known", waits_known, "signal it earlier in the text, or wait with @-1 for the step before"),
     Law("on-device", on_device, "transfer the slot to the device first", _SLOTS),
+    Law("lent-stays", lent_stays, "keep the block on its lender, or give the device one of its own",
+        (micro.Dispatch,)),
     Law("copies-floats", copies_floats, "copy it in a lane of its own", (micro.Transfer,)),
     Law("ranges-within", ranges_within, "correct the range", (*_SLOTS, micro.Bias)),
     Law("blocks-fit", blocks_fit, "correct rows, bytes or layout"),

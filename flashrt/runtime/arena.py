@@ -179,8 +179,22 @@ class Residents:
         return (b for b in stream.blocks if b.home == "ring" and b.device in self._remotes)
 
     def _lock(self, stream: micro.Stream, weights: Mapping[str, Weight]) -> None:
-        """Keeps the host's memory where it is from which the stream's blocks are copied in each step."""
+        """Keeps the host's memory where it is from which the stream's blocks are copied in each step, or
+        which another device reads.
+
+        Raises DeviceError where a device couldn't read it.
+        """
         found: dict[tuple[str, int], Any] = {}
+        blocks = {(b.name, b.device): b for b in stream.blocks}
+        for instr, name in _lent(stream):
+            block, keeper = blocks[name, instr.keeper], instr.keeper
+            place = self._find(weights[name], self._pool(keeper), block.lo, block.hi)
+            assert place is not None, block
+            if not self._remotes[instr.device].lock(place.buffer):
+                raise DeviceError(
+                    f"{instr.device} can't read {name} in the memory of {keeper}: the system doesn't lock it",
+                    hint=f"compile the model with --pin {instr.node}={keeper}",
+                )
         for block in self._streaming(stream):
             for place in self.pieces(block.device, weights[block.name], block.lo, block.hi):
                 if _on_host(place):
@@ -347,6 +361,13 @@ class Residents:
         staging = np.empty(place.bytes, np.uint8)
         self.source.read(weight, lo, hi, staging)
         self.devices[device].write(staging, place)
+
+
+def _lent(stream: micro.Stream) -> Iterator[tuple[micro.Dispatch, str]]:
+    """Dispatches that read a block where another device keeps it, and its name."""
+    for instr in stream.instrs:
+        if isinstance(instr, micro.Dispatch) and instr.keeper != instr.device:
+            yield from ((instr, arg.block) for arg in instr.args if isinstance(arg, micro.BlockRef))
 
 
 def _on_host(place: Place) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from flashrt.ir.types import Weight
+from flashrt.layouts import LAYOUTS
 
 # what a tensor's elements are in its file → the packed layout that holds them without loss
 EXACT_LAYOUT: Mapping[str, str] = {
@@ -29,7 +30,7 @@ NATIVE_LAYOUT: Mapping[str, str] = {**EXACT_LAYOUT, "GROUPED": "q8.16x32"}
 
 def exact(form: str, layout: str) -> bool:
     """Whether a layout holds what a tensor's elements mean, without loss."""
-    return layout in ("f32", EXACT_LAYOUT.get(form, "f32"))
+    return LAYOUTS[layout].grouped in ("f32", EXACT_LAYOUT.get(form, "f32"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,7 +222,7 @@ _SPLIT: Mapping[tuple[str, str], Callable[[U8], Blocks]] = {
 
 def split(form: str, layout: Layout, rows: U8) -> Blocks | None:
     """The quants of rows in a format, u8 [n, row_bytes], where the layout holds them; else None."""
-    take = _SPLIT.get((form, layout.name))
+    take = _SPLIT.get((form, layout.grouped))
     if take is None:
         return None
     found = take(rows)
@@ -258,7 +258,7 @@ def rounded(layout: Layout, values: F32) -> Blocks | None:
 def _rounded_blocks(layout: Layout, blocks: F32) -> Blocks | None:
     if layout.bits == 8 and not layout.minimum:
         return _rounded_i8(blocks, layout.wide)
-    return _rounded_u4(blocks) if layout.name == Q4M.name else None
+    return _rounded_u4(blocks) if layout.grouped == Q4M.name else None
 
 
 def _rounded_i8(blocks: F32, wide: bool) -> Blocks:

@@ -30,7 +30,7 @@ FORMATS: Mapping[str, str] = {"q8.16x32": "Q8_0", "q4.16x32": "Q4_0", "q4m.16x32
 def store(layout: Layout, rows: U8, out: U8) -> None:
     """Writes rows, starting on a row group, to `out`; rows missing in the last group become zero.
 
-    rows: u8 [n, bytes of a row] in the format that FORMATS names for the layout.
+    rows: u8 [n, bytes of a row] in the format that FORMATS names for the layout, `Layout.grouped`.
     """
     r, words, scales = layout.rows, layout.bits, 1 + layout.minimum  # 32 quants: as many words as bits
     if missing := -len(rows) % r:

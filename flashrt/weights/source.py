@@ -340,7 +340,7 @@ def _same_bytes(tensor: Tensor, layout: Layout) -> bool:
 def _same_quants(tensor: Tensor | None, layout: Layout) -> bool:
     if tensor is None or tensor.transposed or tensor.shift or tensor.grouped:
         return False
-    return tensor.format == repack.FORMATS.get(layout.name)
+    return tensor.format == repack.FORMATS.get(layout.grouped)
 
 
 def _shape_error(weight: Weight, name: str, shape: tuple[int, ...]) -> ModelError:

@@ -7,7 +7,7 @@ import pytest
 
 from flashrt.backends.cpu import CpuBackend
 from flashrt.ir.ops import LINEAR_BF16, LINEAR_EXACT, LINEAR_I8
-from flashrt.layouts import LAYOUTS
+from flashrt.layouts import LAYOUTS, MATRICES
 from tests.backends.cpu_streams import F32, agree, cpu, packed, run
 from tests.backends.test_cpu_kernels import AT, EXACT, LINEAR, f32
 
@@ -60,7 +60,7 @@ def needs(layout: str, how: str) -> None:
 
 
 def cases() -> list[tuple[str, str]]:
-    return [(layout, "f32") for layout in LAYOUTS] + [(x, how) for x in PACKED for how in ("i8", "bf16")]
+    return [(layout, "f32") for layout in MATRICES] + [(x, how) for x in PACKED for how in ("i8", "bf16")]
 
 
 @pytest.mark.parametrize("layout,how", cases())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flashrt.errors import PlanError
-from flashrt.layouts import LAYOUTS, U8, pack_plain
+from flashrt.layouts import LAYOUTS, MATRICES, U8, pack_plain
 from tests.backends.cpu_streams import F32, agree, cpu, packed, run
 from tests.backends.kernel_texts import AT, linear_text
 
@@ -29,7 +29,7 @@ def linear(layout: str, n: int, k: int, epilogue: str) -> str:
     return linear_text(layout, n, k, epilogue, LINEAR)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", MATRICES)
 @pytest.mark.parametrize(
     "n,k,t,epilogue",
     [(48, 64, 1, ""), (40, 70, 7, "+bias+residual"), (5, 33, 13, "+bias"), (130, 96, 16, "+residual")],
@@ -39,7 +39,7 @@ def test_linear(layout: str, n: int, k: int, t: int, epilogue: str) -> None:
     agree(linear(layout, n, k, epilogue), values, 1, {"w": packed(layout, n, k), "b": f32(r(n))}, T=t)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", MATRICES)
 def test_a_row_has_the_same_bits_alone_and_among_others(layout: str) -> None:
     text, x, w = linear(layout, 40, 70, ""), r(15, 70), packed(layout, 40, 70)
     together = run(cpu(), text, {0: x}, {"w": w}, T=15).read(1)
@@ -60,7 +60,7 @@ dispatch {AT} kernel=linear.LAYOUT+bias args=[%0[20:90],@w[s:40]] dst=%1[s:40] {
 """
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", MATRICES)
 @pytest.mark.parametrize("s", [16, 32, 40])
 def test_ranges_of_channels_move_with_their_split(layout: str, s: int) -> None:
     w, b = packed(layout, 40, 70), f32(r(40))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flashrt.ir.ops import ATTENTION_EXACT
-from flashrt.layouts import LAYOUTS
+from flashrt.layouts import MATRICES
 from tests.backends.cpu_streams import F32, agree, cpu, kv_view, packed, run
 from tests.backends.kernel_texts import AT, attention_text
 from tests.backends.test_cpu_attention import EVERY, TOLERANCE
@@ -97,7 +97,7 @@ dispatch {AT} kernel=head_linear.{layout} args=[%0,@w] dst=%1 attrs={{heads={hea
 """
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", MATRICES)
 @pytest.mark.parametrize(
     "heads,d,n,k,t", [(3, 64, 32, 64, 1), (2, 40, 48, 33, 7), (5, 192, 80, 128, 37), (1, 20, 16, 12, 300)]
 )

@@ -9,12 +9,12 @@ from flashrt.backends.cpu import encode
 from flashrt.backends.cpu.cache import available, function_of
 from flashrt.backends.cpu.kernels import candidates
 from flashrt.ir.ops import LINEAR_BF16, LINEAR_I8
-from flashrt.layouts import LAYOUTS
+from flashrt.layouts import LAYOUTS, MATRICES
 from tests.backends.cpu_streams import F32, agree, cpu, packed, run
 from tests.backends.test_cpu_kernels import AT, f32
 
 RNG = np.random.default_rng(4)
-PACKED = [name for name, layout in LAYOUTS.items() if layout.bits]
+PACKED = [name for name in MATRICES if LAYOUTS[name].bits]
 SHAPES = [(48, 64, 1, ""), (40, 70, 7, "+bias+residual"), (5, 33, 13, "+bias"), (130, 96, 50, "+residual")]
 
 

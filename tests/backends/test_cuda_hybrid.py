@@ -12,19 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashrt.backend import ABORT, Place, Rect
+from flashrt.backend import ABORT, LOCKED, Place, Rect
 from flashrt.backends.cpu import CpuBackend
 from flashrt.backends.cpu.device import huge
 from flashrt.backends.cuda import CudaDevice, code, prefill
 from flashrt.backends.cuda.args import Carry
-from flashrt.backends.cuda.driver import LARGE, Driver, GpuDriver
+from flashrt.backends.cuda.driver import Driver, GpuDriver
 from flashrt.backends.cuda.kernels import offered
 from flashrt.backends.reference import ReferenceBackend
-from flashrt.compiler import CompileOptions, compile_model
+from flashrt.compiler import CompileOptions, compile_model, keep_as_chosen
 from flashrt.errors import DeviceError, ProgramError
+from flashrt.frontend.imported import Imported
 from flashrt.ir import laws, micro
 from flashrt.ir.ops import ATTENTION_BF16
 from flashrt.ir.order import loaded_at_start
+from flashrt.ir.types import TensorType, Weight
+from flashrt.layouts import BY_ROW, LAYOUTS
 from flashrt.llm.generate import Generator
 from flashrt.llm.request import Request, Sampling
 from flashrt.machine import Device, Link, Machine, Measured
@@ -38,11 +41,21 @@ from flashrt.program import Plan, Program, Variant
 from flashrt.runtime.executor import LOOK
 from flashrt.runtime.trace import Trace
 from tests.generating import PAGES, Result
-from tests.tiny import CONTEXT, VOCAB, tiny_graph, tiny_import, tiny_source
+from tests.tiny import (
+    CONTEXT,
+    HIDDEN,
+    VOCAB,
+    ArraySource,
+    random_bytes,
+    tiny_graph,
+    tiny_import,
+    tiny_source,
+)
 
 GRAPH = tiny_graph()
 OPTIONS = CompileOptions(tokens=64)
 TOKENS = 3
+TABLE = 300_000  # rows of a table that is larger than LOCKED
 RING = 16 << 10  # bytes, where weights pass in pieces
 
 
@@ -232,9 +245,9 @@ def test_weights_stream_from_where_they_are_kept(
     plan, source, locked = streaming(), tiny_source(GRAPH), list[int]()
     lock = driver.lock
 
-    def noted(memory: Any) -> None:
+    def noted(memory: Any) -> bool:
         locked.append(memory.nbytes)
-        lock(memory)
+        return lock(memory)
 
     monkeypatch.setattr(driver, "lock", noted)
     blocks = {(v.name, b.name): b for v in plan.variants for b in v.stream.blocks}
@@ -245,6 +258,51 @@ def test_weights_stream_from_where_they_are_kept(
         read = [name for name, _, _ in source.reads]
         assert all(read.count(b.name) == 1 for b in lent)
         assert sum(locked) >= sum(b.bytes for b in lent)
+
+
+def looked_up() -> tuple[Imported, ArraySource]:
+    """The tiny model with a table of its own for its tokens, far larger than the rest."""
+    table = Weight("table.weight", TensorType("f32", (TABLE, HIDDEN)), ("table.weight",), "q8.16x32")
+    embed = next(n for n in GRAPH.nodes if n.op == "embedding")
+    nodes = (replace(n, inputs=(n.inputs[0], "@table.weight")) if n is embed else n for n in GRAPH.nodes)
+    graph = replace(GRAPH, nodes=tuple(nodes), weights=(*GRAPH.weights, table))
+    source = tiny_source(GRAPH)
+    layout = LAYOUTS[BY_ROW[table.layout]]
+    source.packed["table.weight"] = random_bytes(np.random.default_rng(5), layout, TABLE, HIDDEN)
+    return replace(tiny_import(), graph=graph), source
+
+
+def test_a_gpu_looks_rows_up_in_the_hosts_memory(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that doesn't fit it stays there, in a layout with whole rows, and all the rest is one lane of
+    the GPU, so that the next step can begin before the host has seen this one's tokens."""
+    model, source = looked_up()
+    where = machine(replace(spec("gpu"), limit=8 << 20), spec("cpu", 1e6))
+    plan = compile_model(keep_as_chosen(model, OPTIONS, where), where, OPTIONS)
+    for variant in plan.variants:
+        laws.check(variant.stream)
+        assert {(i.device, i.lane) for i in variant.stream.instrs} == {("gpu:0", "compute")}
+        (lookup,) = (n for n in variant.physical.nodes if n.op == "embedding")
+        assert (lookup.device, lookup.keeper) == ("gpu:0", "cpu:0") and "keeps the table" in lookup.because
+        (there,) = (b for b in variant.stream.blocks if b.name == "table.weight")
+        assert (there.device, there.home) == ("cpu:0", "resident")
+        cpu = next(b for b in variant.physical.budgets if b.device == "cpu:0")
+        assert cpu.weights >= there.bytes > where.device("gpu:0").budget
+    kind, host = ReferenceBackend(), replace(where.devices[1], id="reference:0", kind="reference")
+    only = machine(replace(host, kernels=kind.kernels()))
+    alone = compile_model(keep_as_chosen(model, OPTIONS, only), only, OPTIONS)
+    devices = {"reference:0": kind.open(only.devices[0])}
+    with Program(alone, devices, None, pages=PAGES, source=source) as program:
+        want = generated(program.call, 0.7)
+    with opened(plan, driver, source) as program:
+        agree(generated(program.call), want)
+        executor = program._executors[plan.variants[0].name]
+        assert executor._whole is not None
+    monkeypatch.setattr(driver, "lock", lambda memory: False)
+    with (
+        opened(plan, driver, source) as program,
+        pytest.raises(DeviceError, match=r"can't read table\.weight"),
+    ):
+        generated(program.call)
 
 
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> Plan:
@@ -558,12 +616,12 @@ def test_rows_cross_both_ways(driver: Driver, kind: str) -> None:
     """Some channels of some rows, to others on the device, and back to where nothing was."""
     device = CudaDevice(spec("gpu"), driver)
     memory = {"pinned": driver.pinned, "locked": huge, "pageable": lambda n: np.zeros(n, np.uint8)}[kind](
-        LARGE
+        LOCKED
     )
-    memory[: LARGE // 2] = np.arange(LARGE // 2) % 251
+    memory[: LOCKED // 2] = np.arange(LOCKED // 2) % 251
     if kind == "locked":
         device.lock(memory)
-    buffer, half = device.reserve(LARGE), LARGE // 2
+    buffer, half = device.reserve(LOCKED), LOCKED // 2
     there = Rect(Place(buffer, 4096, half), 16, 7, 100, 300)
     device.copy(Rect(Place(memory, 64, half), 32, 7, 100, 500), there)
     device.copy(there, Rect(Place(memory, half, half), 8, 7, 100, 200))

@@ -12,7 +12,7 @@ from flashrt.backends.cuda import CudaDevice, args, encode, gemm
 from flashrt.backends.cuda import linear as products
 from flashrt.backends.cuda import sample as sampling
 from flashrt.backends.cuda.args import Step
-from flashrt.backends.cuda.kernels import STORED
+from flashrt.backends.cuda.kernels import STORED, TABLES
 from flashrt.backends.cuda.operands import Limits, Matrix
 from flashrt.ir.ops import LINEAR_EXACT, LINEAR_I8
 from flashrt.ir.text import read_micro
@@ -297,16 +297,21 @@ def test_bytes_next_to_halves_are_rounded_as_a_division_does(gpu: CudaDevice, sc
 
 
 @pytest.mark.parametrize("ids", ["i32", "i64"])
-@pytest.mark.parametrize("layout", STORED)
-def test_embedding_is_exactly_what_the_layout_means(gpu: CudaDevice, layout: str, ids: str) -> None:
-    text = f"""weight w f32[37,70] sources=[w] layout={layout}
+@pytest.mark.parametrize("channels", [70, 256])
+@pytest.mark.parametrize("layout", TABLES)
+def test_embedding_is_exactly_what_the_layout_means(
+    gpu: CudaDevice, layout: str, channels: int, ids: str
+) -> None:
+    text = f"""weight w f32[37,{channels}] sources=[w] layout={layout}
 slot %0 cpu:0 {ids}[T]
-slot %1 cpu:0 f32[T,70]
+slot %1 cpu:0 f32[T,{channels}]
 block w cpu:0 lo=0 hi=37 bytes=0
 dispatch {AT} kernel=embedding.{layout} args=[%0,@w] dst=%1 {EXACT}
 """
-    values = {0: np.array([36, 0, 17, 16, 36])}
-    agree(gpu, text, values, 1, {"w": packed(layout, 37, 70)}, tolerance=0, T=5)
+    values, w = {0: np.array([36, 0, 17, 16, 36])}, packed(layout, 37, channels)
+    agree(gpu, text, values, 1, {"w": w}, tolerance=0, T=5)
+    outside = run(gpu, text, {0: np.array([-1, 37, 5])}, {"w": w}, T=3).read(1)
+    assert np.isnan(outside[:2]).all() and np.isfinite(outside[2]).all()
 
 
 NORM = f"""weight w f32[W] sources=[w] layout=f32

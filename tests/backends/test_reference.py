@@ -20,7 +20,7 @@ from flashrt.errors import DeviceError, LawError, PlanError
 from flashrt.ir import micro
 from flashrt.ir.ops import LINEAR_EXACT, LINEAR_I8
 from flashrt.ir.text import read_micro
-from flashrt.layouts import LAYOUTS, U8, pack_plain, pack_quants, unpack
+from flashrt.layouts import LAYOUTS, MATRICES, U8, pack_plain, pack_quants, unpack
 from flashrt.machine import Device, Measured
 from tests.backends.memory import HandMemory
 
@@ -95,7 +95,7 @@ dispatch {AT} kernel=linear.LAYOUT args=[%3,@w] dst=%4 numerics="act=i8/32 acc=f
 )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", MATRICES)
 def test_linear_in_every_layout(layout: str) -> None:
     data, w = packed(layout, 40, 70)
     x, b = r(3, 70), r(40)

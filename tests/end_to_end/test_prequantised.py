@@ -159,7 +159,8 @@ def test_a_plain_folder_is_rounded(tmp_path: Path, quantize: str) -> None:
     found = layouts(plan)
     stays = {w for w in found if "lm_head" in w or "o_proj" in w}
     wanted = {"q4": "q4m.16x32", "q8": "q8.16x32", "bf16": "bf16"}[quantize]
-    assert {found[w] for w in stays} == {"f32"} and {found[w] for w in set(found) - stays} == {wanted}
+    assert {found[w] for w in stays} == {"f32"}
+    assert {LAYOUTS[found[w]].grouped for w in set(found) - stays} == {wanted}
     before = theirs(model, IDS)
     _round(model, plan)
     check(logits(plan), theirs(model, IDS), LOSSLESS)

@@ -171,6 +171,8 @@ MICRO_FAULTS = [
      "prefetch device=gpu:0 lane=copy_in waits=[!6] signals=!1"),
     ("on-device", "kernel=host.attention args=[%6]", "kernel=host.attention args=[%6,%3]"),
     ("on-device", "dst=%4[0:s0] to=cpu:0", "dst=%4[0:s0] to=npu:0"),
+    ("lent-stays", "args=[%2,@w[0:s0]] dst=%3[0:s0]", "args=[%2,@w[0:s0]] dst=%3[0:s0] attrs={lender=\"cpu:0\"}"),
+    ("lent-stays", "kernel=linear.f32 args=[%2,@v]", "kernel=linear.f32+lent args=[%2,@v]"),
     ("ranges-within", "kernel=host.attention args=[%6]", "kernel=host.attention args=[%6[0:65]]"),
     ("ranges-within", "kernel=host.attention args=[%6]", "kernel=host.attention args=[%6[s0:16]]"),
     ("ranges-within", "block=@b[s0:64]", "block=@b[s0-16:48]"),
@@ -215,6 +217,14 @@ def identify(fault: tuple[str, str, str]) -> str:
 def test_lawful(text: str) -> None:
     assert violations(from_text(text)) == []
     check(from_text(text))
+
+
+def test_a_block_that_is_lent_stays() -> None:
+    here = "kernel=linear.f32 args=[%2,@w[0:s0]] dst=%3[0:s0]"
+    text = edited(STREAM, here, f'{here.replace("f32", "f32+lent")} attrs={{lender="cpu:0"}}')
+    assert violations(from_text(text)) == []
+    block = "block w cpu:0 lo=0 hi=64 bytes=8192 home="
+    assert broken(edited(text, f"{block}resident", f"{block}ring")) >= {"lent-stays", "loaded-before-use"}
 
 
 @pytest.mark.parametrize("fault", LOGICAL_FAULTS, ids=identify)

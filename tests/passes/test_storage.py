@@ -10,9 +10,9 @@ import pytest
 from flashrt.errors import PlanError
 from flashrt.ir import logical
 from flashrt.ir.text import read_logical
-from flashrt.layouts import COARSER, LAYOUTS
+from flashrt.layouts import COARSER, LAYOUTS, MATRICES
 from flashrt.machine import Device, Machine, Measured
-from flashrt.passes.storage import readable, storage
+from flashrt.passes.storage import readable, storage, tables
 from tests.passes.evaluating import raw
 
 
@@ -63,8 +63,7 @@ def test_lossless_is_what_the_file_has() -> None:
     [("q8f.16x16", "q8", "q8.16x32"), ("q4mf.16x32", "q8", "q4mf.16x32"), ("q4mf.16x32", "q4", "q4m.16x32")],
 )
 def test_scales_count_as_bits(held: str, quantize: str, want: str) -> None:
-    graph = raw("llama")
-    graph = replace(graph, weights=tuple(replace(w, layout=held) for w in graph.weights))
+    graph = kept_as(raw("llama"), held)
     assert set(kept(graph, quantize).values()) == {want}
 
 
@@ -86,8 +85,7 @@ def machine(*layouts_of_devices: Iterable[str]) -> Machine:
 
 @pytest.mark.parametrize("layout", COARSER)
 def test_a_device_without_kernels_for_a_layout_gets_a_coarser_one(layout: str) -> None:
-    graph = raw("llama")
-    graph = replace(graph, weights=tuple(replace(w, layout=layout) for w in graph.weights))
+    graph = kept_as(raw("llama"), layout)
     old = [x for x in LAYOUTS if x not in COARSER]
 
     def found(on: Machine, lossless: bool = False) -> set[str]:
@@ -97,6 +95,29 @@ def test_a_device_without_kernels_for_a_layout_gets_a_coarser_one(layout: str) -
     assert found(machine(old)) == found(machine(LAYOUTS, old)) == {COARSER[layout]}
     assert found(machine(LAYOUTS, old), lossless=True) == {"f32"}
     assert found(machine(LAYOUTS, ["f32"])) == {layout}, "a device that has no such products anyway"
+
+
+def test_rows_that_are_looked_up_lie_in_one_piece_each() -> None:
+    graph = kept_as(raw("llama"), "q4mf.16x32")
+    (lookup,) = (n for n in graph.nodes if "embedding" in n.op)
+    table = lookup.inputs[0].removeprefix("@")
+
+    def found(graph: logical.Graph, on: Machine) -> Mapping[str, str]:
+        return {w.name: w.layout for w in tables(graph, on).weights}
+
+    got, before = found(graph, machine(LAYOUTS)), {w.name: w.layout for w in graph.weights}
+    assert got == before | {table: "q4mf.1x32"}
+    assert found(graph, machine(LAYOUTS, ["f32"])) == got, "a device that looks up no such rows anyway"
+    assert found(graph, machine(LAYOUTS, MATRICES)) == before
+    plain = kept_as(graph, "bf16")
+    assert tables(plain, machine(LAYOUTS)) == plain
+    head = next(n for n in graph.nodes if "linear" in n.op)
+    also = tuple(replace(n, inputs=(n.inputs[0], f"@{table}")) if n is head else n for n in graph.nodes)
+    assert found(replace(graph, nodes=also), machine(LAYOUTS)) == before, "a product reads it, too"
+
+
+def kept_as(graph: logical.Graph, layout: str) -> logical.Graph:
+    return replace(graph, weights=tuple(replace(w, layout=layout) for w in graph.weights))
 
 
 def test_unknown_words() -> None:

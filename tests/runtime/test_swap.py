@@ -50,8 +50,8 @@ class Far(ReferenceDevice):
     def pinned(self, nbytes: int) -> U8:
         return self.reserve(nbytes)
 
-    def lock(self, memory: U8) -> None:
-        pass
+    def lock(self, memory: U8) -> bool:
+        return False
 
     def gather(self, pieces: Sequence[Place], dst: Place) -> None:
         raise NotImplementedError

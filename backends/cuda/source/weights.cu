@@ -123,3 +123,49 @@ extern "C" __global__ void embedding(EmbeddingArgs a) {
   }
   a.y[token * a.y_stride + k] = v;
 }
+
+// The same for rows that lie in one piece each. A thread takes 32 numbers: what a warp reads lies side by side, as it
+// has to where a table is read over a link.
+extern "C" __global__ void embedding_rows(EmbeddingArgs a) {
+  let_others_start();
+  after_others();
+  const i64 token = blockIdx.y, b = blockIdx.x * 128 + threadIdx.x, nblk = (a.k + 31) / 32;
+  if (token >= *a.rows || b >= nblk) return;
+  const i64 id = a.wide ? ((const i64*)a.ids)[token] : ((const int*)a.ids)[token];
+  const int words = a.format == 8 ? 8 : 4;
+  const i64 size = nblk * (4 * words + (a.format == 5 ? 4 : 2));
+  u32 q[8] = {};
+  float scale = __int_as_float(0x7fc00000), least = 0.f;
+  if (id >= 0 && id < a.n) {
+    const char* row = a.w + id * size;
+    const u16 *some = (const u16*)row + b * 2 * words, *scales = (const u16*)row + nblk * 2 * words;
+    if (((u64)a.w | (u64)size) % 16 == 0) {
+      for (int i = 0; i < words; i += 4) {
+        const uint4 four = ((const uint4*)some)[i >> 2];
+        q[i] = four.x, q[i + 1] = four.y, q[i + 2] = four.z, q[i + 3] = four.w;
+      }
+    } else {
+      for (int i = 0; i < words; ++i) q[i] = pair(some[2 * i], some[2 * i + 1]);
+    }
+    scale = half_to_float(scales[b]);
+    if (a.format == 5) least = half_to_float(scales[nblk + b]);
+  }
+  float* y = a.y + token * a.y_stride + b * 32;
+  const bool whole = b * 32 + 32 <= a.k && ((u64)a.y | (u64)(4 * a.y_stride)) % 16 == 0;
+#pragma unroll
+  for (int c = 0; c < 8; ++c) {
+    float v[4];
+    const u32 four = a.format == 8 ? q[c] : q[c >> 1] >> 4 * (c & 1);
+    for (int e = 0; e < 4; ++e) {
+      const float n = (float)(four >> 8 * e & 15);
+      v[e] = a.format == 8   ? scale * (float)(signed char)(four >> 8 * e)
+             : a.format == 4 ? scale * (n - 8.f)
+                             : __fadd_rn(__fmul_rn(scale, n), least);
+    }
+    if (whole) {
+      *(float4*)(y + 4 * c) = make_float4(v[0], v[1], v[2], v[3]);
+    } else {
+      for (int e = 0; e < 4; ++e) if (b * 32 + 4 * c + e < a.k) y[4 * c + e] = v[e];
+    }
+  }
+}

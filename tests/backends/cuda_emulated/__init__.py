@@ -152,8 +152,9 @@ class EmulatedDriver:
         memory: U8 = torch.zeros(nbytes, dtype=torch.uint8).numpy()
         return memory
 
-    def lock(self, memory: U8) -> None:
+    def lock(self, memory: U8) -> bool:
         self.locked.append(memory)
+        return True
 
     def trim(self) -> None:
         pass
