@@ -133,6 +133,7 @@ class GpuDriver:
             found.shared_memory_per_block_optin,
             found.shared_memory_per_multiprocessor,
             together=self._attribute(index, "MPS_ENABLED") == 0,
+            groups=(found.major, found.minor) == (9, 0),
         )
         self.polls = self._attribute(index, "KERNEL_EXEC_TIMEOUT") == 0
         self._reads_locked = self._attribute(index, "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM") == 1

@@ -15,6 +15,7 @@ from flashrt.ir.ops import LINEAR_BF16
 from flashrt.layouts import LAYOUTS
 
 LEAST, MOST = 9, 192  # tokens of a bucket whose products run here
+MOST_TOGETHER = 1024  # the same where four warps multiply together
 NAMES = {"q4.16x32": "q4", "q4m.16x32": "q4m", "q8.16x32": "q8"}
 MULTIPLY, FILL = 8, 4  # warps of source/gemm.cu that multiply and that fill the ring
 THREADS = 32 * (MULTIPLY + FILL)
@@ -41,7 +42,8 @@ class Tile:
 def able(instr: micro.Dispatch, ops: Operands) -> bool:
     """Whether a linear runs here."""
     w, rows = ops.matrix(instr.args[1]), ops.number(ops.tensor(instr.dst).rows)
-    if instr.numerics != LINEAR_BF16 or w.layout.name not in NAMES or not LEAST <= rows <= MOST:
+    most = MOST_TOGETHER if ops.limits.groups else MOST
+    if instr.numerics != LINEAR_BF16 or w.layout.name not in NAMES or not LEAST <= rows <= most:
         return False
     x = ops.tensor(instr.args[0])
     whole = w.k % PIECE == 0 and x.width == w.k and x.stride % 8 == 0
@@ -85,6 +87,8 @@ def gemm(joint: Joint, ops: Operands, acts: Mapping[str, int]) -> list[Step]:
 def tile_of(w: Matrix, n: int, rows: int, ops: Operands) -> Tile:
     """Larger tiles share activations among more channels, but twice as many sums of tiles that blocks have
     parts in are handed over: they pay where a block has enough to do between the two ends of its share."""
+    if ops.limits.groups and rows > 64:
+        return _tile(w.layout.name, 16, MULTIPLY, ops.limits.shared)
     eights = next((e for e in (2, 4) if rows <= 8 * e), 8)
     channels = MULTIPLY * (32 if n == w.n else 16)
     slots = -(-n // channels) * -(-rows // (8 * eights)) * -(-w.k // (32 * SPAN))

@@ -126,12 +126,13 @@ class Scratch:
 class Limits:
     """What a GPU has. shared: bytes of shared memory that one block may have; shared_all: of a processor;
     together: whether blocks may wait for each other, as many as there are processors, since no kernels of
-    others run beside ours."""
+    others run beside ours; groups: whether four warps can multiply together, as on 9.0."""
 
     processors: int
     shared: int
     shared_all: int
     together: bool = True
+    groups: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,18 +179,36 @@ __device__ __forceinline__ void wgmma(float* d, const u32* a, SharedRows rows) {
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
         : SUMS_8(d), SUMS_8(d + 8)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows));
-  else
+  else if constexpr (NT == 8)
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
         : SUMS_8(d), SUMS_8(d + 8), SUMS_8(d + 16), SUMS_8(d + 24)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows));
+  else
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
+        : SUMS_8(d), SUMS_8(d + 8), SUMS_8(d + 16), SUMS_8(d + 24), SUMS_8(d + 32), SUMS_8(d + 40), SUMS_8(d + 48), SUMS_8(d + 56)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows));
 }
 #undef SUMS_8
+// How many registers the threads of four warps have from now on.
+template <int N>
+__device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N>
+__device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 #else
 template <int N>
 __device__ __forceinline__ void products_but() {}
+template <int N>
+__device__ __forceinline__ void more_registers() {}
+template <int N>
+__device__ __forceinline__ void fewer_registers() {}
 #endif
 // Threads that share a barrier of the block: number `id`, `threads` of them.
 __device__ __forceinline__ void meet(int id, int threads) {

@@ -1,7 +1,7 @@
 // y = x·wᵀ (+ bias) (+ residual) of bf16 activations for some more tokens: weights are unpacked in registers, rounded to
 // bf16, and meet tiles of tokens on tensor cores. Of q4 the scales are rounded, too: unpacking takes as long as products.
 //
-// A tile is 32 channels for each of `warps` warps and 8·NT tokens. With fewer than eight such warps, two share channels
+// A tile is 32 channels for each of `warps` warps and 8·NT tokens, 128 at most where four warps multiply together. With fewer than eight such warps, two share channels
 // and take turns with the inputs: the second one hands its sums to the first. Four more warps fill a ring in shared
 // memory with weights and activations; weights are on their way while the kernel before ends.
 //
@@ -450,6 +450,8 @@ __device__ __forceinline__ void tiles(const GemmArgs& a, const Share& share, con
         if (MINE > 2) add(1, false);
         products_but<0>();
       }
+      // with so many sums the compiler waits behind each product if some are under way from slot to slot
+      if (NT > 8) products_but<0>();
       behind = ring.empty + turn.slot;
       turn.next(ring.depth);
     }
@@ -487,8 +489,12 @@ __device__ __forceinline__ void gemm(const GemmArgs& a) {
   }
   __syncthreads();
   if (warp >= MULTIPLY) {
+    if (NT > 8) fewer_registers<40>();
     Filler<FORMAT, NT> filler{a, share, ring, warp - MULTIPLY, lane, ((int)a.k + 31) / 32};
     filler.run();
+  } else if constexpr (NT > 8) {
+    more_registers<232>();
+    tiles<FORMAT, NT, 1>(a, share, ring, handed, warp, lane);
   } else {
     if (a.warps < MULTIPLY) tiles<FORMAT, NT, 2>(a, share, ring, handed, warp, lane);
     else tiles<FORMAT, NT, 1>(a, share, ring, handed, warp, lane);
@@ -507,3 +513,8 @@ GEMM(gemm_q4m_8, 5, 8)
 GEMM(gemm_q8_2, 8, 2)
 GEMM(gemm_q8_4, 8, 4)
 GEMM(gemm_q8_8, 8, 8)
+#if defined(WGMMA) || defined(EMULATED)  // elsewhere a thread has no room for so many sums
+GEMM(gemm_q4_16, 4, 16)
+GEMM(gemm_q4m_16, 5, 16)
+GEMM(gemm_q8_16, 8, 16)
+#endif
