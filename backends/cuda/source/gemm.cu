@@ -417,13 +417,14 @@ __device__ __forceinline__ void tiles(const GemmArgs& a, const Share& share, con
 #pragma unroll
     for (int i = 0; i < 8 * NT; ++i) flat[i] = 0.f;
     u64* behind = 0;  // of the slot before, of which the last products may be under way
+    u32 w[2][2][2][4];
+    bool ahead = false;  // whether the slot is known to be full, and its first block is unpacked
     for (; unit < share.end && chunk < share.chunks; ++unit, ++chunk) {
       if (unit + 1 == share.end) let_others_start();
       const char* slot = ring.slots + turn.slot * ring.slot_bytes;
-      barrier_wait(ring.full + turn.slot, turn.parity);
       const SharedRows x = shared_rows(slot, turn_of * 4);
       const bool whole = nblk - chunk * SPAN >= SPAN;
-      u32 w[2][2][2][4];
+      u64* const empty = ring.empty + turn.slot;
       Rows rows[2];
       auto load = [&](int i) {
 #pragma unroll
@@ -435,25 +436,36 @@ __device__ __forceinline__ void tiles(const GemmArgs& a, const Share& share, con
         const int b = i * TURNS;
         multiply<FORMAT, NT>(sums, w[i & 1], x, (b >> 1) * (8 * NT * 128) + (b & 1) * 64, more, rows, nibbles, w[~i & 1]);
       };
-      load(0);
-      unpack_rows<FORMAT>(rows, nibbles, w[0]);
+      if (!ahead) {
+        barrier_wait(ring.full + turn.slot, turn.parity);
+        load(0);
+        unpack_rows<FORMAT>(rows, nibbles, w[0]);
+      }
+      turn.next(ring.depth);
       if (MINE > 2 || whole) load(1);
       add(0, MINE > 2 || whole);
       if (behind && lane == 0) barrier_arrive(behind);
+      behind = empty;
+      ahead = false;
       if (whole) {
 #pragma unroll
-        for (int i = 1; i < MINE; ++i) {
-          if (i + 1 < MINE) load(i + 1);
-          add(i, i + 1 < MINE);
+        for (int i = 1; i + 1 < MINE; ++i) {
+          load(i + 1);
+          add(i, true);
         }
+        ahead = unit + 1 < share.end && chunk + 1 < share.chunks;
+        if (ahead) {
+          slot = ring.slots + turn.slot * ring.slot_bytes;
+          barrier_wait(ring.full + turn.slot, turn.parity);
+          load(0);
+        }
+        add(MINE - 1, ahead);
       } else {
         if (MINE > 2) add(1, false);
         products_but<0>();
       }
       // with so many sums the compiler waits behind each product if some are under way from slot to slot
       if (NT > 8) products_but<0>();
-      behind = ring.empty + turn.slot;
-      turn.next(ring.depth);
     }
     products_but<0>();
     __syncwarp();

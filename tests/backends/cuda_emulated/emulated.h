@@ -263,6 +263,8 @@ static inline void barrier_wait(const unsigned long long* b, unsigned parity) {
     emulated::yield(again);
 }
 template <int N> static inline void products_but() {}
+template <int N> static inline void more_registers() {}
+template <int N> static inline void fewer_registers() {}
 static inline void load_matrices(unsigned* d, const char* rows, int c) {
   const int g = threadIdx.x % 32 / 4, j = threadIdx.x % 4;
   for (int i = 0; i < 4; ++i) memcpy(d + i, rows + g * 128 + ((c + i) ^ g) * 16 + j * 4, 4);
