@@ -243,23 +243,33 @@ class _Plans:
                 continue
             for gpu, ring in self._rings.items():
                 able = not self._task.obstacle(node, gpu)
-                if able and (cut := self._rows_by_the_link(node, seat.device, gpu, ring)):
+                there = ring * self._arrived(gpu, seats) if able else 0
+                if able and (cut := self._rows_by_the_link(node, seat.device, gpu, ring, there)):
                     out[node.name] = Shared((gpu, seat.device), (0, cut, node.type.shape[-1]))
                     break
         return out
 
-    def _rows_by_the_link(self, node: logical.Node, host: str, gpu: str, ring: int) -> int:
+    def _arrived(self, gpu: str, seats: Mapping[str, Seat]) -> float:
+        """How much of a ring the link has filled when the device is through with what stands in front: all of
+        it where that computes longer than the link takes for what it brings, else half."""
+        task, machine = self._task, self._task.machine
+        own = [n for n in task.graph.nodes if isinstance(s := seats.get(n.name), Whole) and s.device == gpu]
+        weights = {i[1:]: task.weights[i[1:]] for n in own for i in n.inputs if i[0] == "@"}
+        lent = sum(block_bytes(w) for w in weights.values() if self._lending.lends(w, (0, _rows_of(w)), gpu))
+        rate = machine.link(*weight_road(machine.device(gpu), machine)).rate.value
+        return 1.0 if sum(task.est(n, gpu) for n in own) > 1e6 * lent / rate else 0.5
+
+    def _rows_by_the_link(self, node: logical.Node, host: str, gpu: str, ring: int, there: float) -> int:
         """How many rows of a product's weight the link can have brought when the host is through with the
-        others; 0 where the weight is smaller than the ring, or its rows are too large for that."""
+        others; 0 where the weight is smaller than the ring, or its rows are too large for that. there: bytes
+        that have arrived when the host begins."""
         weight, machine = self._task.weights[node.inputs[1][1:]], self._task.machine
-        rows, nbytes, spec = weight.type.shape[0], block_bytes(weight), machine.device(host)
-        assert isinstance(rows, int)
+        rows, nbytes, spec = _rows_of(weight), block_bytes(weight), machine.device(host)
         if nbytes < ring or not self._lending.lends(weight, (0, rows), gpu):
             return 0
         brings = machine.link(*weight_road(machine.device(gpu), machine)).rate.value
         computes = (spec.gemv or spec.read).value
-        # half of the ring has arrived when the host begins
-        share = (brings + ring / 2 / nbytes * computes) / (brings + computes)
+        share = (brings + there / nbytes * computes) / (brings + computes)
         cut = int(rows * share) // EVEN * EVEN
         return cut if cut_at(weight, 0, cut, ring) else 0
 
@@ -372,6 +382,12 @@ class _Plans:
         machine = self._task.machine
         link = machine.link(*weight_road(machine.device(need.budget.device), machine))
         return (need.passing or need.budget.weights - need.left) / link.rate.value * 1e6
+
+
+def _rows_of(weight: Weight) -> int:
+    rows = weight.type.shape[0]
+    assert isinstance(rows, int), weight
+    return rows
 
 
 def _streaming(need: Need) -> str:

@@ -15,7 +15,8 @@ from flashrt.ir.ops import LINEAR_BF16
 from flashrt.layouts import LAYOUTS
 
 LEAST, MOST = 9, 192  # tokens of a bucket whose products run here
-MOST_TOGETHER = 1024  # the same where four warps multiply together
+# the same where four warps multiply together: with more, unpacking and a library's product are sooner done
+MOST_TOGETHER = {"q4.16x32": 2048, "q4m.16x32": 1024, "q8.16x32": 768}
 NAMES = {"q4.16x32": "q4", "q4m.16x32": "q4m", "q8.16x32": "q8"}
 MULTIPLY, FILL = 8, 4  # warps of source/gemm.cu that multiply and that fill the ring
 THREADS = 32 * (MULTIPLY + FILL)
@@ -42,8 +43,9 @@ class Tile:
 def able(instr: micro.Dispatch, ops: Operands) -> bool:
     """Whether a linear runs here."""
     w, rows = ops.matrix(instr.args[1]), ops.number(ops.tensor(instr.dst).rows)
-    most = MOST_TOGETHER if ops.limits.groups else MOST
-    if instr.numerics != LINEAR_BF16 or w.layout.name not in NAMES or not LEAST <= rows <= most:
+    if instr.numerics != LINEAR_BF16 or w.layout.name not in NAMES:
+        return False
+    if not LEAST <= rows <= (MOST_TOGETHER[w.layout.name] if ops.limits.groups else MOST):
         return False
     x = ops.tensor(instr.args[0])
     whole = w.k % PIECE == 0 and x.width == w.k and x.stride % 8 == 0
@@ -86,7 +88,8 @@ def gemm(joint: Joint, ops: Operands, acts: Mapping[str, int]) -> list[Step]:
 
 def tile_of(w: Matrix, n: int, rows: int, ops: Operands) -> Tile:
     """Larger tiles share activations among more channels, but twice as many sums of tiles that blocks have
-    parts in are handed over: they pay where a block has enough to do between the two ends of its share."""
+    parts in are handed over: they pay where a block has enough to do between the two ends of its share. Where
+    four warps multiply together, they have time to unpack weights while 128 tokens are multiplied."""
     if ops.limits.groups and rows > 64:
         return _tile(w.layout.name, 16, MULTIPLY, ops.limits.shared)
     eights = next((e for e in (2, 4) if rows <= 8 * e), 8)
