@@ -126,7 +126,7 @@ class Memory(Protocol):
 
 
 ROOM = 64 << 20  # bytes of a GPU that kernels use in turns: bf16 weights, keys side by side, sums, columns
-LOCKED = 16 << 20  # bytes of host memory from which a buffer can be page-locked where it is
+LOCKED = 16 << 20  # bytes from which host memory has pages of its own: they can be huge, and locked
 TRANSIENT = 128 << 20  # bytes beyond which a GPU's code takes the rows of a step bit by bit
 
 # What compiled code of a kind of device may set aside, by operation, or by operation and numerics: backends

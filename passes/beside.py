@@ -31,39 +31,48 @@ def beside_their_values(seats: Mapping[str, Seat], task: Task) -> Mapping[str, S
 
 
 def beside_their_takers(seats: Mapping[str, Seat], task: Task) -> Mapping[str, Seat]:
-    """What a host makes of inputs alone is made on another device that takes it: it waits for nobody.
+    """What a host makes of inputs alone, up to the first product, is made on another device that takes it: it
+    waits for nobody.
 
-    All of it, or nothing: else the host would begin the step anyway.
+    All of it, and for one device, or nothing: else the host would begin the step anyway. Nothing that is
+    pinned, or has more weights than both sides may keep, but for lookups.
     """
-    found: dict[str, Seat] = {}
-    users, inputs = users_of(task.graph), {f"%{i.name}" for i in task.graph.inputs}
+    values, own = {f"%{i.name}" for i in task.graph.inputs}, dict[str, Whole]()
     for node in task.graph.nodes:
-        seat = seats.get(node.name)
-        if not isinstance(seat, Whole) or task.kind(seat.device) not in HOSTS:
+        seat, of_inputs = seats.get(node.name), {i for i in node.inputs if i[0] == "%"} <= values
+        if not of_inputs or node.op in PRODUCTS:
             continue
-        if not {i for i in node.inputs if i[0] == "%"} <= inputs:
-            continue
-        takers = [seats[u.name] for u in users[node.name]]
-        devices = {t.device if isinstance(t, Whole) else "" for t in takers}
-        device = devices.pop() if len(devices) == 1 and node.name not in task.fixed else ""
-        moved = _made_of_inputs(node, device, seat.device, task) if device else None
-        if moved is None:
+        if isinstance(seat, Whole) and task.kind(seat.device) in HOSTS:
+            values.add(f"%{node.name}")
+            own[node.name] = seat
+    users = users_of(task.graph)
+    takers = {u.name for name in own for u in users[name]} - own.keys()
+    devices = {seat.device if isinstance(seat := seats[name], Whole) else "" for name in takers}
+    if len(devices) != 1 or (device := devices.pop()) == "" or task.kind(device) in HOSTS:
+        return seats
+    moved: dict[str, Seat] = {}
+    for node in (n for n in task.graph.nodes if n.name in own):
+        there = _made_of_inputs(node, device, own[node.name].device, task)
+        if there is None:
             return seats
-        found[node.name] = moved
-    return {**seats, **found}
+        moved[node.name] = there
+    return {**seats, **moved}
 
 
 def _made_of_inputs(node: logical.Node, device: str, host: str, task: Task) -> Whole | None:
     """Where a node sits that is on a device, not on a host; None if it can't be, or shouldn't.
 
-    Rows of a large table are read where the host keeps it.
+    Rows of a large table are read where the host keeps it, the one that does in other plans.
     """
-    if task.kind(device) in HOSTS or node.op in PRODUCTS:
+    names = [i[1:] for i in node.inputs if i[0] == "@"]
+    nbytes = sum(block_bytes(task.weights[name]) for name in names)
+    if node.name in task.fixed:
         return None
-    nbytes = sum(block_bytes(task.weights[i[1:]]) for i in node.inputs if i[0] == "@")
     if nbytes <= SMALL and not task.obstacle(node, device):
         return Whole(device, False, "beside what takes it")
-    lends = node.op in LOOKUPS and nbytes >= LOCKED
-    if lends and not task.obstacle(node, device, task.kernels[node.name] + LENT):
-        return Whole(device, False, f"beside what takes it; {host} keeps the table", host)
+    if node.op in LOOKUPS and nbytes >= LOCKED:
+        kept = (d for name, d in task.earlier.held() if name in names and task.kind(d) in HOSTS)
+        host = next(kept, host)
+        if not task.obstacle(node, device, task.kernels[node.name] + LENT):
+            return Whole(device, False, f"beside what takes it; {host} keeps the table", host)
     return None

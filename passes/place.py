@@ -49,6 +49,7 @@ from flashrt.passes.units import lanes, users_of
 
 NONE, FREE = Earlier(), Settled()
 BEFORE = ("rope", "rope_pairs", "rms_norm", "slice", "view")  # may stand between products and their attention
+CLEARLY = 1.05  # times as long: figures are estimates
 NO_SUMS = "its input is in parts, but no sums: they would round differently (numerics=fast allows them)"
 
 
@@ -235,35 +236,39 @@ class _Plans:
         """Large products of a host of which a ring's device makes some channels: the link brings their
         weights while the host computes the others."""
         out: dict[str, Seat] = {}
+        there = {gpu: ring * self._arrived(gpu, seats) for gpu, ring in self._rings.items()}
         for node in self._task.graph.nodes:
             seat = seats.get(node.name)
             if not isinstance(seat, Whole) or node.name in self._task.fixed or not cuttable(node):
                 continue
             if self._task.kind(seat.device) not in HOSTS:
                 continue
-            for gpu, ring in self._rings.items():
+            for gpu in self._rings:
                 able = not self._task.obstacle(node, gpu)
-                there = ring * self._arrived(gpu, seats) if able else 0
-                if able and (cut := self._rows_by_the_link(node, seat.device, gpu, ring, there)):
+                if able and (cut := self._rows_by_the_link(node, seat.device, gpu, there[gpu])):
                     out[node.name] = Shared((gpu, seat.device), (0, cut, node.type.shape[-1]))
                     break
         return out
 
     def _arrived(self, gpu: str, seats: Mapping[str, Seat]) -> float:
         """How much of a ring the link has filled when the device is through with what stands in front: all of
-        it where that computes longer than the link takes for what it brings, else half."""
+        it where that computes clearly longer than the link takes for what it brings, else half."""
         task, machine = self._task, self._task.machine
-        own = [n for n in task.graph.nodes if isinstance(s := seats.get(n.name), Whole) and s.device == gpu]
+        here = {
+            name for name, s in seats.items() if isinstance(s, Whole) and s.device == gpu and not s.lender
+        }
+        own = [n for n in task.graph.nodes if n.name in here]
         weights = {i[1:]: task.weights[i[1:]] for n in own for i in n.inputs if i[0] == "@"}
         lent = sum(block_bytes(w) for w in weights.values() if self._lending.lends(w, (0, _rows_of(w)), gpu))
         rate = machine.link(*weight_road(machine.device(gpu), machine)).rate.value
-        return 1.0 if sum(task.est(n, gpu) for n in own) > 1e6 * lent / rate else 0.5
+        return 1.0 if sum(task.est(n, gpu) for n in own) > CLEARLY * 1e6 * lent / rate else 0.5
 
-    def _rows_by_the_link(self, node: logical.Node, host: str, gpu: str, ring: int, there: float) -> int:
+    def _rows_by_the_link(self, node: logical.Node, host: str, gpu: str, there: float) -> int:
         """How many rows of a product's weight the link can have brought when the host is through with the
         others; 0 where the weight is smaller than the ring, or its rows are too large for that. there: bytes
         that have arrived when the host begins."""
         weight, machine = self._task.weights[node.inputs[1][1:]], self._task.machine
+        ring = self._rings[gpu]
         rows, nbytes, spec = _rows_of(weight), block_bytes(weight), machine.device(host)
         if nbytes < ring or not self._lending.lends(weight, (0, rows), gpu):
             return 0
@@ -271,7 +276,7 @@ class _Plans:
         computes = (spec.gemv or spec.read).value
         share = (brings + there / nbytes * computes) / (brings + computes)
         cut = int(rows * share) // EVEN * EVEN
-        return cut if cut_at(weight, 0, cut, ring) else 0
+        return cut if cut and cut_at(weight, 0, cut, ring) else 0
 
     def _plan(
         self,
@@ -292,7 +297,7 @@ class _Plans:
             graph.name, graph.symbols, splits, graph.inputs, self._weights(nodes), self._states(nodes), (),
             nodes, graph.outputs,
         )  # fmt: skip
-        used = dict.fromkeys(n.device for n in whole.nodes)
+        used = dict.fromkeys(d for n in whole.nodes for d in (n.device, n.keeper))
         total = self._total(parts, prices)
         needs = self._needs(whole)
         streams = []

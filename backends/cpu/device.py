@@ -11,7 +11,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from flashrt.backend import I64, U8, Compute, Memory, Place, Rect
+from flashrt.backend import I64, LOCKED, U8, Compute, Memory, Place, Rect
 from flashrt.backends.cpu import table
 from flashrt.backends.cpu.cache import Progress, function_of, library
 from flashrt.backends.cpu.encode import aligned
@@ -24,7 +24,6 @@ from flashrt.machine import Device
 ABORTED = 1  # the walk's answer when it saw the abort word
 
 
-LARGE = 16 << 20  # bytes from which memory is asked for in huge pages
 HUGE_PAGE = 2 << 20
 
 
@@ -53,7 +52,7 @@ class CpuDevice:
 
     def reserve(self, nbytes: int) -> U8:
         """Zeroed host memory, 64-byte aligned; large pieces in huge pages where the system has them."""
-        return aligned(nbytes) if nbytes < LARGE else huge(nbytes)
+        return aligned(nbytes) if nbytes < LOCKED else huge(nbytes)
 
     def load(self, instrs: Sequence[Compute], memory: Memory) -> Code:
         """Encodes the instructions; compiles kernels that no process has compiled before."""

@@ -12,11 +12,13 @@ from flashrt.backends.cuda.fuse import Joint
 from flashrt.backends.cuda.operands import Matrix, Operands
 from flashrt.ir import micro
 from flashrt.ir.ops import LINEAR_BF16
+from flashrt.ir.order import root_of
 from flashrt.layouts import LAYOUTS
 
 LEAST, MOST = 9, 192  # tokens of a bucket whose products run here
 # the same where four warps multiply together: with more, unpacking and a library's product are sooner done
 MOST_TOGETHER = {"q4.16x32": 2048, "q4m.16x32": 1024, "q8.16x32": 768}
+WIDE = 16  # eights of tokens of a tile then
 NAMES = {"q4.16x32": "q4", "q4m.16x32": "q4m", "q8.16x32": "q8"}
 MULTIPLY, FILL = 8, 4  # warps of source/gemm.cu that multiply and that fill the ring
 THREADS = 32 * (MULTIPLY + FILL)
@@ -49,7 +51,36 @@ def able(instr: micro.Dispatch, ops: Operands) -> bool:
         return False
     x = ops.tensor(instr.args[0])
     whole = w.k % PIECE == 0 and x.width == w.k and x.stride % 8 == 0
-    return x.dtype == "bf16" and whole and (x.address | w.address) % 16 == 0
+    fits = x.dtype == "bf16" and whole and (x.address | w.address) % 16 == 0
+    sums = _summed(tile_of(w, w.n, rows, ops), ops) if fits else 0
+    return fits and (sums + 2 * ops.number(x.rows) * w.k <= ROOM or _comes_in_tiles(instr, ops))
+
+
+def _comes_in_tiles(instr: micro.Dispatch, ops: Operands) -> bool:
+    """Whether nobody has to put a product's input in order (see `tiles.in_tiles`): it is rounded for products
+    with weights of one layout, and for nothing else."""
+    root, layouts = root_of(instr.args[0].slot, ops.slots), set[str]()  # type: ignore[union-attr]
+
+    def is_it(arg: micro.Arg | None) -> bool:
+        return isinstance(arg, micro.SlotRef) and root_of(arg.slot, ops.slots) == root
+
+    for other in ops.memory.stream.instrs:
+        if isinstance(other, micro.Quantize):
+            if is_it(other.dst) and other.dst.lo is not None:
+                return False
+        elif isinstance(other, micro.Transfer) and is_it(other.src):
+            return False
+        elif isinstance(other, micro.Dispatch) and any(map(is_it, other.args)):
+            first, *rest = other.args
+            if (
+                other.numerics != LINEAR_BF16
+                or not is_it(first)
+                or any(map(is_it, rest))
+                or first.lo is not None
+            ):
+                return False
+            layouts.add(ops.matrix(rest[0]).layout.name)
+    return len(layouts) == 1
 
 
 def order(instr: micro.Dispatch, ops: Operands) -> int:
@@ -68,10 +99,11 @@ def gemm(joint: Joint, ops: Operands, acts: Mapping[str, int]) -> list[Step]:
     tile = tile_of(w, n, ops.number(rows), ops)
     residual = ops.floats(instr.args[-1]) if "residual" in instr.kernel.split("+") else None
     counts = ops.scratch("tiles' parts", 4 * MULTIPLY * blocks)
-    summed, most = blocks * 2 * tile.warps * tile.eights * 2 * 32 * 16, ops.number(x.rows)
-    sums = ops.scratch("room", max(ROOM, summed + 2 * most * w.k)).data_ptr()
+    summed, most, ordered_there = _summed(tile, ops), ops.number(x.rows), ops.tiles(instr.args[0])
+    needed = summed if ordered_there else summed + 2 * most * w.k
+    sums = ops.scratch("room", max(ROOM, needed)).data_ptr()
     tiles, steps = x.address, list[Step]()
-    if not ops.tiles(instr.args[0]):
+    if not ordered_there:
         tiles = sums + summed
         ordered = args.Tiles(x.address, x.stride, w.k, tiles, most, order(instr, ops), ops.rows(rows))
         steps.append(launch("into_tiles", (-(-w.k // 2048), ops.number(rows)), 256, ordered))
@@ -86,12 +118,17 @@ def gemm(joint: Joint, ops: Operands, acts: Mapping[str, int]) -> list[Step]:
     return [*steps, launch(name, (blocks,), THREADS, fields, tile.shared)]
 
 
+def _summed(tile: Tile, ops: Operands) -> int:
+    """Bytes of the sums of tiles that blocks share."""
+    return ops.limits.processors * 2 * tile.warps * tile.eights * 2 * 32 * 16
+
+
 def tile_of(w: Matrix, n: int, rows: int, ops: Operands) -> Tile:
     """Larger tiles share activations among more channels, but twice as many sums of tiles that blocks have
     parts in are handed over: they pay where a block has enough to do between the two ends of its share. Where
     four warps multiply together, they have time to unpack weights while 128 tokens are multiplied."""
     if ops.limits.groups and rows > 64:
-        return _tile(w.layout.name, 16, MULTIPLY, ops.limits.shared)
+        return _tile(w.layout.name, WIDE, MULTIPLY, ops.limits.shared)
     eights = next((e for e in (2, 4) if rows <= 8 * e), 8)
     channels = MULTIPLY * (32 if n == w.n else 16)
     slots = -(-n // channels) * -(-rows // (8 * eights)) * -(-w.k // (32 * SPAN))

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from flashrt.backend import WORKSPACE
 from flashrt.backends.cuda import CudaDevice, args, code, gemm
 from flashrt.backends.cuda.args import Launch, Step
 from flashrt.backends.cuda.operands import Limits, Matrix, Operands
 from flashrt.ir.ops import ATTENTION_BF16, LINEAR_BF16
+from flashrt.ir.text import read_micro
 from flashrt.layouts import LAYOUTS, U8, pack_plain, unpack
-from tests.backends.cpu_streams import packed
+from tests.backends.cpu_streams import HEAD, compute, packed
 from tests.backends.cuda_streams import F32, DeviceMemory, agree, guard_intact, in_turns, run
 from tests.backends.kernel_texts import AT, attention_text
 
@@ -196,6 +198,31 @@ def test_as_the_reference_on_either_side_of_the_bounds(
     assert len(launched) == (gemm.LEAST <= t <= (256 if groups else gemm.MOST))
 
 
+@pytest.mark.parametrize("k", [14336, 28672])
+def test_large_prompts_keep_to_the_room_that_is_planned(
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, k: int
+) -> None:
+    """Sums of shared tiles, and inputs that others don't write in tiles."""
+    on(monkeypatch, gpu, 132, groups=True, shared=227 * KIB, shared_all=228 * KIB)
+    other = "slot %6 cpu:0 f32[T,16]\nblock v cpu:0 lo=0 hi=16 bytes=0\nblock w"
+    both = product("q4.16x32", 16, k, "").replace("block w", other, 1)
+    both = f"weight v f32[16,{k}] sources=[v] layout=q8.16x32\n{both}"
+    both += f'dispatch {AT} kernel=linear.q8.16x32 args=[%3,@v] dst=%6 numerics="{LINEAR_BF16}"\n'
+    for text, layouts in ((product("q4.16x32", 16, k, ""), ("q4.16x32",)), (both, ("q4.16x32", "q8.16x32"))):
+        stream = read_micro(HEAD.replace("T lo=1 hi=512", "T lo=1 hi=2048") + text)
+        memory = DeviceMemory(stream, {"cpu:0": gpu}, {"T": 2048}, pages=8)
+        memory.device = gpu
+        for name, layout in zip("wv", layouts, strict=False):
+            memory.load_block(name, "cpu:0", packed(layout, 16, k))
+        memory.load_block("b", "cpu:0", f32(r(16)))
+        loaded = gpu.load(compute(stream), memory)
+        (piece,) = loaded._pieces
+        for t in (64, 512, 1280, 2048):
+            piece.buckets[t,] = loaded._bucket(piece, {"T": t}, False)
+            assert gpu.held + loaded.held <= WORKSPACE["gpu"][""].device
+        gpu._scratch.clear()
+
+
 def mlp(layout: str, n: int, k: int) -> str:
     """%0 rounded to %1; gate and up of it in one product, gated, rounded to %4."""
     return f"""weight w f32[{2 * n},{k}] sources=[w] layout={layout}
@@ -352,16 +379,18 @@ def bits(memory: DeviceMemory, slot: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "layout,processors", [("q4.16x32", 1), ("q4.16x32", 7), ("q4m.16x32", 3), ("q8.16x32", 60)]
-)
+    "layout,processors,n,t",
+    [("q4.16x32", 1, 272, 19), ("q4.16x32", 7, 272, 19), ("q4m.16x32", 3, 272, 19), ("q8.16x32", 60, 272, 19),
+     ("q4.16x32", 3, 80, 130)],
+)  # fmt: skip
 def test_any_number_of_blocks_shares_the_work(
-    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, layout: str, processors: int
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, layout: str, processors: int, n: int, t: int
 ) -> None:
     """Several tiles for a block, several blocks for a tile, more blocks than work; the same in every step and
     in whatever order warps run, with the smallest ring."""
-    n, k, t = 272, 704, 19
+    k = 704
     x, w = r(t, k), packed(layout, n, k)
-    on(monkeypatch, gpu, processors, shared=99 * KIB)
+    on(monkeypatch, gpu, processors, shared=(99 if t < 64 else 140) * KIB, groups=t > 64)
     text = product(layout, n, k, "")
     first = run(gpu, text, {0: x}, {"w": w}, T=t, times=2)
     want = bf16(x).astype(np.float64) @ weights(layout, w, n, k).T.astype(np.float64)

@@ -7,15 +7,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from flashrt import engine
 from flashrt.backend import ABORT, LOCKED, Place, Rect
 from flashrt.backends.cpu import CpuBackend
 from flashrt.backends.cpu.device import huge
-from flashrt.backends.cuda import CudaDevice, code, prefill
+from flashrt.backends.cuda import CudaBackend, CudaDevice, code, prefill
 from flashrt.backends.cuda.args import Carry
 from flashrt.backends.cuda.driver import Driver, GpuDriver
 from flashrt.backends.cuda.kernels import offered
@@ -31,14 +33,15 @@ from flashrt.layouts import BY_ROW, LAYOUTS
 from flashrt.llm.generate import Generator
 from flashrt.llm.request import Request, Sampling
 from flashrt.machine import Device, Link, Machine, Measured
-from flashrt.passes import lending, pipeline
+from flashrt.passes import beside, lending, pipeline
 from flashrt.passes import pieces as cutting
 from flashrt.passes.budget import held_bytes
 from flashrt.passes.pins import Pin
 from flashrt.passes.spread import Seat, Shared, Whole
 from flashrt.passes.task import Earlier, Settled
-from flashrt.program import Plan, Program, Variant
+from flashrt.program import Plan, Program, Variant, load, save
 from flashrt.runtime.executor import LOOK
+from flashrt.runtime.swap import Elder
 from flashrt.runtime.trace import Trace
 from tests.generating import PAGES, Result
 from tests.tiny import (
@@ -303,6 +306,76 @@ def test_a_gpu_looks_rows_up_in_the_hosts_memory(driver: Driver, monkeypatch: py
         pytest.raises(DeviceError, match=r"can't read table\.weight"),
     ):
         generated(program.call)
+
+
+def with_positions(model: Imported, rows: int) -> Imported:
+    """A second embedding, of positions, added to the first and scaled."""
+    graph = model.graph
+    table = Weight("pos.weight", TensorType("f32", (rows, HIDDEN)), ("pos.weight",), "f32")
+    embed = next(n for n in graph.nodes if n.op == "embedding")
+    second = replace(embed, name="pos", inputs=("%positions", "@pos.weight"))
+    both = replace(embed, name="both", op="add", inputs=("%embed_tokens", "%pos"))
+    last = replace(embed, name="scaled", op="scale", inputs=("%both",), attrs=(("by", 2.0),))
+    at = graph.nodes.index(embed) + 1
+    rest = (
+        replace(n, inputs=tuple("%scaled" if i == "%embed_tokens" else i for i in n.inputs))
+        for n in graph.nodes[at:]
+    )
+    nodes = (*graph.nodes[:at], second, both, last, *rest)
+    return replace(model, graph=replace(graph, nodes=nodes, weights=(*graph.weights, table)))
+
+
+@pytest.mark.parametrize(
+    "rows,pin,there",
+    [(256, (), "gpu:0"), (256, ("embed_tokens=cpu:0",), "cpu:0"), (2000, (), "cpu:0")],
+    ids=["small tables too", "pinned", "too large to be on both sides"],
+)
+def test_what_is_made_of_inputs_moves_together(rows: int, pin: tuple[str, ...], there: str) -> None:
+    model = with_positions(looked_up()[0], rows)
+    where = machine(replace(spec("gpu"), limit=8 << 20), spec("cpu", 1e6))
+    options = replace(OPTIONS, pins=pin)
+    plan = compile_model(keep_as_chosen(model, options, where), where, options)
+    for each in plan.variants:
+        laws.check(each.physical)
+        at = {n.name: n.device for n in each.physical.nodes}
+        assert at["embed_tokens"] == there
+        if there == "gpu:0":
+            assert {at[name] for name in ("pos", "both", "scaled", "rotary_emb")} == {there}
+
+
+def test_an_engine_opens_a_device_that_only_keeps(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No instruction runs on the processor; a program that takes over has its table without reading it."""
+    model, source = looked_up()
+    where = machine(replace(spec("gpu"), limit=8 << 20), spec("cpu", 1e6))
+    plan = compile_model(keep_as_chosen(model, OPTIONS, where), where, OPTIONS)
+    save(plan, tmp_path / "plan")
+    again = load(tmp_path / "plan")
+    assert [v.stream for v in again.variants] == [v.stream for v in plan.variants]
+    backend = engine._backend
+    monkeypatch.setattr(
+        engine, "_backend", lambda kind: CudaBackend(lambda n: driver) if kind == "gpu" else backend(kind)
+    )
+    with engine.open_plan(plan, pages=PAGES, least=1, source=source) as program:
+        got = generated(program.call)
+        read = len(source.reads)
+        elder = Elder.of(program)
+        with engine.open_plan(plan, pages=PAGES, least=1, source=source, elder=elder) as second:
+            agree(generated(second.call), got)
+        assert "table.weight" not in {name for name, _, _ in source.reads[read:]}
+
+
+@pytest.mark.parametrize("limit", [260_000, 340_000, 400_000])
+def test_no_rows_are_left_for_the_link(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings so small that the processor makes all of the head."""
+    for module in (lending, cutting, beside):
+        monkeypatch.setattr(module, "SMALL", 1 << 10)
+    model, _ = looked_up()
+    where = machine(replace(spec("gpu"), limit=limit), spec("cpu", 1e6))
+    plan = compile_model(keep_as_chosen(model, OPTIONS, where), where, OPTIONS)
+    for each in plan.variants:
+        laws.check(each.stream)
 
 
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> Plan:

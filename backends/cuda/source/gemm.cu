@@ -1,9 +1,10 @@
 // y = x·wᵀ (+ bias) (+ residual) of bf16 activations for some more tokens: weights are unpacked in registers, rounded to
 // bf16, and meet tiles of tokens on tensor cores. Of q4 the scales are rounded, too: unpacking takes as long as products.
 //
-// A tile is 32 channels for each of `warps` warps and 8·NT tokens, 128 at most where four warps multiply together. With fewer than eight such warps, two share channels
-// and take turns with the inputs: the second one hands its sums to the first. Four more warps fill a ring in shared
-// memory with weights and activations; weights are on their way while the kernel before ends.
+// A tile is 32 channels for each of `warps` warps and 8·NT tokens, 128 at most where four warps multiply together, else
+// 64. With fewer than eight such warps, two share channels and take turns with the inputs: the second one hands its sums
+// to the first. Four more warps fill a ring in shared memory with weights and activations; weights are on their way while
+// the kernel before ends.
 //
 // All tiles' inputs, in slots of the ring, are dealt out to the blocks as evenly as can be, one tile behind the other. A
 // tile that several blocks have a part in is added up, in their order, by the last that is through.
