@@ -419,7 +419,7 @@ __device__ __forceinline__ void tiles(const GemmArgs& a, const Share& share, con
     for (int i = 0; i < 8 * NT; ++i) flat[i] = 0.f;
     u64* behind = 0;  // of the slot before, of which the last products may be under way
     u32 w[2][2][2][4];
-    bool ahead = false;  // whether the slot is known to be full, and its first block is unpacked
+    bool ahead = false;  // whether the slot is known to be full, and its first block is unpacked: slower in small tiles
     for (; unit < share.end && chunk < share.chunks; ++unit, ++chunk) {
       if (unit + 1 == share.end) let_others_start();
       const char* slot = ring.slots + turn.slot * ring.slot_bytes;
@@ -454,7 +454,7 @@ __device__ __forceinline__ void tiles(const GemmArgs& a, const Share& share, con
           load(i + 1);
           add(i, true);
         }
-        ahead = unit + 1 < share.end && chunk + 1 < share.chunks;
+        ahead = NT > 8 && unit + 1 < share.end && chunk + 1 < share.chunks;
         if (ahead) {
           slot = ring.slots + turn.slot * ring.slot_bytes;
           barrier_wait(ring.full + turn.slot, turn.parity);
