@@ -198,7 +198,7 @@ class Remote(Protocol):
 
     def lock(self, memory: U8) -> bool:
         """Keeps a whole buffer of a host device where it is while this device is open: it is copied from
-        again and again, and the device reads it by itself. False, and nothing done, where that can't be."""
+        again and again. Whether the device can read it by itself, too."""
 
     def read(self, src: Place, out: U8) -> None:
         """The first bytes of a place, as many as `out` has room for."""

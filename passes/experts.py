@@ -26,6 +26,7 @@ from flashrt.ir.types import Attrs, Input, State, TensorType, Weight, attrs
 from flashrt.layouts import LAYOUTS, aligned
 from flashrt.machine import Device
 from flashrt.passes.cost import block_bytes, kernel_of
+from flashrt.passes.rows import rows_of
 from flashrt.passes.spread import Seat, Whole
 from flashrt.passes.units import users_of
 
@@ -110,7 +111,7 @@ def _whole_groups(layer: Layer, weights: Mapping[str, Weight]) -> bool:
     """Whether an expert's rows can be copied from the weights of all."""
     return all(
         not w.of
-        and _rows(w) // layer.experts % (LAYOUTS[w.layout or "f32"].rows if len(w.type.shape) == 2 else 1)
+        and rows_of(w) // layer.experts % (LAYOUTS[w.layout or "f32"].rows if len(w.type.shape) == 2 else 1)
         == 0
         for w in (weights[name] for name in layer.weights)
     )
@@ -131,7 +132,7 @@ def router_bytes(layers: Sequence[Layer], weights: Mapping[str, Weight]) -> int:
 def cache_bytes(layers: Sequence[Layer], weights: Mapping[str, Weight], slots: int) -> int:
     """Bytes of the caches of some layers."""
     return sum(
-        aligned(block_bytes(w, 0, _rows(w) // layer.experts * slots))
+        aligned(block_bytes(w, 0, rows_of(w) // layer.experts * slots))
         for layer in layers
         for w in (weights[name] for name in layer.weights)
     )
@@ -177,7 +178,7 @@ def cached(
 def _part(name: str, graph: logical.Graph, slots: int, experts: int) -> Weight:
     """The cache of one weight, which has the first experts when it is loaded."""
     whole = next(w for w in graph.weights if w.name == name)
-    rows = _rows(whole) // experts * slots
+    rows = rows_of(whole) // experts * slots
     shape = whole.type.with_shape(rows, *whole.type.shape[1:])
     return replace(whole, name=cache_of(name), type=shape, of=name, rows=(0, rows))
 
@@ -226,12 +227,6 @@ def _past(node: logical.Node, far: logical.Node, share: float) -> logical.Node:
 
 def _with(given: Attrs, **more: object) -> Attrs:
     return attrs(**{**dict(given), **more})  # type: ignore[arg-type]
-
-
-def _rows(weight: Weight) -> int:
-    (rows, *_) = weight.type.shape
-    assert isinstance(rows, int), weight
-    return rows
 
 
 def _whole(given: Attrs, key: str) -> int:

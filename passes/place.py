@@ -41,6 +41,7 @@ from flashrt.passes.parts import Parts
 from flashrt.passes.pieces import EVEN, cut_at, cuttable, in_pieces, is_piece
 from flashrt.passes.pins import Pin, pinned
 from flashrt.passes.price import Prices, finish
+from flashrt.passes.rows import rows_of
 from flashrt.passes.shard import Cut
 from flashrt.passes.spread import Copied, Lanes, Part, Parted, Seat, Shared, Summed, Whole, spread
 from flashrt.passes.task import Earlier, Settled, Task, seats_of
@@ -259,7 +260,7 @@ class _Plans:
         }
         own = [n for n in task.graph.nodes if n.name in here]
         weights = {i[1:]: task.weights[i[1:]] for n in own for i in n.inputs if i[0] == "@"}
-        lent = sum(block_bytes(w) for w in weights.values() if self._lending.lends(w, (0, _rows_of(w)), gpu))
+        lent = sum(block_bytes(w) for w in weights.values() if self._lending.lends(w, (0, rows_of(w)), gpu))
         rate = machine.link(*weight_road(machine.device(gpu), machine)).rate.value
         return 1.0 if sum(task.est(n, gpu) for n in own) > CLEARLY * 1e6 * lent / rate else 0.5
 
@@ -269,7 +270,7 @@ class _Plans:
         that have arrived when the host begins."""
         weight, machine = self._task.weights[node.inputs[1][1:]], self._task.machine
         ring = self._rings[gpu]
-        rows, nbytes, spec = _rows_of(weight), block_bytes(weight), machine.device(host)
+        rows, nbytes, spec = rows_of(weight), block_bytes(weight), machine.device(host)
         if nbytes < ring or not self._lending.lends(weight, (0, rows), gpu):
             return 0
         brings = machine.link(*weight_road(machine.device(gpu), machine)).rate.value
@@ -387,12 +388,6 @@ class _Plans:
         machine = self._task.machine
         link = machine.link(*weight_road(machine.device(need.budget.device), machine))
         return (need.passing or need.budget.weights - need.left) / link.rate.value * 1e6
-
-
-def _rows_of(weight: Weight) -> int:
-    rows = weight.type.shape[0]
-    assert isinstance(rows, int), weight
-    return rows
 
 
 def _streaming(need: Need) -> str:

@@ -24,6 +24,13 @@ def takes_channels(op: str, index: int, shape: tuple[Dim, ...]) -> bool:
     return takes is not None and takes(index) and shape not in ((), (1,))
 
 
+def rows_of(weight: Weight) -> int:
+    """How many rows a weight has."""
+    rows, *_ = weight.type.shape
+    assert isinstance(rows, int), weight
+    return rows
+
+
 def rows_used(node: physical.Node, index: int, weight: Weight, known: Bounds) -> tuple[int, int]:
     """Rows of a weight that a node uses at any position of the splits, in whole row groups."""
     n = weight.type.shape[0] if weight.type.shape else 1

@@ -84,8 +84,8 @@ class CudaDevice:
         return Moves(moves, memory, self.spec.id, self.driver)
 
     def lock(self, memory: U8) -> bool:
-        """Keeps host memory where it is while this device is open, for copies at the link's full rate and
-        for kernels that read it. Whether that can be."""
+        """Keeps host memory where it is while this device is open, for copies at the link's full rate;
+        whether kernels can read it, too."""
         return self.driver.lock(memory)
 
     def close(self) -> None:

@@ -74,8 +74,8 @@ class Driver(Protocol):
         """Zeroed host memory that the device can read. Raises MemoryError."""
 
     def lock(self, memory: U8) -> bool:
-        """Keeps a whole buffer of the host's where it is, so that copies go at the link's full rate and
-        kernels can read it, until `close`. False where that can't be, or it is small."""
+        """Keeps a whole buffer of the host's where it is until `close`, so that copies go at the link's full
+        rate, where that can be and is worth it; whether kernels can read it, too."""
 
     def trim(self) -> None:
         """Gives back memory that is set aside but not in use."""

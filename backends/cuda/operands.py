@@ -35,7 +35,7 @@ class Tensor:
     dtype: str
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Matrix:
     """Rows of a weight block: n rows of k elements."""
 
